@@ -1,0 +1,220 @@
+// Python's view of the CPU kernels: raw pointers in, nothing of torch. Picks the instruction set when the module loads.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "cpu/problem.h"
+#include "losses/list.h"
+
+namespace py = pybind11;
+
+#define PYL_DECLARE(isa) \
+  namespace isa {        \
+  extern const pylosses::Kernels kernels; \
+  }
+PYL_DECLARE(baseline)
+#if defined(PYL_HAS_avx2)
+PYL_DECLARE(avx2)
+#endif
+#if defined(PYL_HAS_avx512)
+PYL_DECLARE(avx512)
+#endif
+
+namespace pylosses {
+namespace {
+
+struct Choice {
+  const char* name;
+  const Kernels* kernels;
+};
+
+std::vector<Choice> supported() {
+  std::vector<Choice> found{{"baseline", &baseline::kernels}};
+#if defined(PYL_HAS_avx2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back({"avx2", &avx2::kernels});
+#endif
+#if defined(PYL_HAS_avx512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    found.push_back({"avx512", &avx512::kernels});
+#endif
+  return found;
+}
+
+// The widest the machine has, or the one PYLOSSES_ISA names.
+Choice choose() {
+  std::vector<Choice> all = supported();
+  const char* asked = std::getenv("PYLOSSES_ISA");
+  if (!asked || !*asked) return all.back();
+  std::string names;
+  for (const Choice& c : all) {
+    if (!std::strcmp(c.name, asked)) return c;
+    names += std::string(names.empty() ? "" : ", ") + c.name;
+  }
+  throw std::runtime_error(std::string("PYLOSSES_ISA is ") + asked + "; this machine and build have " + names);
+}
+Choice chosen;
+
+using Sizes = std::vector<int64_t>;
+
+// The rows of an (N, C, *) tensor; neighbouring dimensions that can be walked as one are merged.
+Layout layout(const Sizes& shape, const Sizes& stride) {
+  Layout l;
+  if (shape.size() == 1) {
+    l.class_stride = stride[0];
+    return l;
+  }
+  l.class_stride = stride[1];
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (d == 1 || shape[d] == 1) continue;
+    if (l.dims && l.stride[l.dims - 1] == stride[d] * shape[d]) {
+      l.size[l.dims - 1] *= shape[d];
+      l.stride[l.dims - 1] = stride[d];
+    } else {
+      l.size[l.dims] = shape[d];
+      l.stride[l.dims++] = stride[d];
+    }
+  }
+  return l;
+}
+
+struct Arguments : Problem {
+  Sizes shape;
+};
+
+Arguments describe(int loss, int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, uintptr_t y, int y_type,
+                   int64_t ignore_index, uintptr_t soft, int soft_dtype, const Sizes& soft_stride, uintptr_t weight,
+                   uintptr_t shift, uintptr_t factor, uintptr_t sample_weight, const std::vector<double>& scalars, int reduction,
+                   double normalizer, int threads) {
+  Arguments p{};
+  p.shape = shape;
+  p.loss = loss;
+  p.dtype = static_cast<Dtype>(dtype);
+  p.classes = shape.size() == 1 ? shape[0] : shape[1];
+  p.rows = 1;
+  for (size_t d = 0; d < shape.size(); ++d)
+    if (shape.size() > 1 && d != 1) p.rows *= shape[d];
+  p.x = reinterpret_cast<const void*>(x);
+  p.x_layout = layout(shape, stride);
+  p.y = reinterpret_cast<const void*>(y);
+  p.y_type = static_cast<Index>(y_type);
+  p.ignore_index = ignore_index;
+  p.soft = reinterpret_cast<const void*>(soft);
+  if (soft) {
+    p.soft_dtype = static_cast<Dtype>(soft_dtype);
+    p.soft_layout = layout(shape, soft_stride);
+  }
+  p.weight = reinterpret_cast<const void*>(weight);
+  p.shift = reinterpret_cast<const void*>(shift);
+  p.factor = reinterpret_cast<const void*>(factor);
+  p.sample_weight = reinterpret_cast<const void*>(sample_weight);
+  if (scalars.size() > kMaxScalars) throw std::invalid_argument("too many scalars");
+  for (size_t i = 0; i < scalars.size(); ++i) p.scalars[i] = scalars[i];
+  p.reduction = static_cast<Reduction>(reduction);
+  p.normalizer = normalizer;
+  p.threads = threads;
+  return p;
+}
+
+template <class T>
+int64_t first_bad(const Problem& p) {
+  const T* y = static_cast<const T*>(p.y);
+  for (int64_t i = 0; i < p.rows; ++i) {
+    int64_t v = y[i];
+    if (static_cast<uint64_t>(v) >= static_cast<uint64_t>(p.classes) && v != p.ignore_index) return i;
+  }
+  return -1;
+}
+// Position of the first label that is neither a class nor ignored, or -1.
+int64_t first_bad_label(const Problem& p) {
+  if (!p.y) return -1;
+  switch (p.y_type) {
+    case Index::u8: return first_bad<uint8_t>(p);
+    case Index::i16: return first_bad<int16_t>(p);
+    case Index::i32: return first_bad<int32_t>(p);
+    case Index::i64: return first_bad<int64_t>(p);
+  }
+  return -1;
+}
+
+// A fresh gradient of hundreds of megabytes costs more in page faults than the whole computation; huge pages make them rare.
+void prefer_huge_pages(void* start, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t huge = uintptr_t(1) << 21;
+  if (bytes < 4 * huge) return;
+  uintptr_t begin = (reinterpret_cast<uintptr_t>(start) + huge - 1) & ~(huge - 1);
+  uintptr_t end = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(huge - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)start, (void)bytes;
+#endif
+}
+
+#define PYL_SHARED                                                                                                            \
+  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index,   \
+      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,          \
+      uintptr_t sample_weight, const std::vector<double>&scalars, int reduction, double normalizer, int threads
+#define PYL_SHARED_NAMES                                                                                                      \
+  loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
+      scalars, reduction, normalizer, threads
+
+int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t totals, uintptr_t stats) {
+  Arguments p = describe(PYL_SHARED_NAMES);
+  p.loss_out = reinterpret_cast<void*>(out);
+  p.totals = reinterpret_cast<double*>(totals);
+  p.stats = reinterpret_cast<void*>(stats);
+  py::gil_scoped_release unlocked;
+  int64_t bad = first_bad_label(p);
+  if (bad < 0) chosen.kernels->forward(p);
+  return bad;
+}
+
+void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t totals, uintptr_t stats, uintptr_t grad, const Sizes& grad_stride) {
+  Arguments p = describe(PYL_SHARED_NAMES);
+  p.grad_out = reinterpret_cast<const void*>(grad_out);
+  p.totals = reinterpret_cast<double*>(totals);
+  p.stats = reinterpret_cast<void*>(stats);
+  p.grad = reinterpret_cast<void*>(grad);
+  p.grad_layout = layout(shape, grad_stride);
+  if (p.rows == 0) return;
+  py::gil_scoped_release unlocked;
+  size_t width = p.dtype == Dtype::f64 ? 8 : p.dtype == Dtype::f32 ? 4 : 2;
+  prefer_huge_pages(p.grad, static_cast<size_t>(p.rows) * p.classes * width);
+  chosen.kernels->backward(p);
+}
+
+py::dict losses() {
+  py::dict table;
+  int id = 0;
+#define PYL_ENTRY(name, saved) table[#name] = py::make_tuple(id++, saved);
+  PYL_LOSSES(PYL_ENTRY)
+#undef PYL_ENTRY
+  return table;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "CPU kernels of pylosses. Called by pylosses/cpu.py with pointers that it has checked.";
+  chosen = choose();
+  m.def("isa", [] { return std::string(chosen.name); }, "The instruction set in use.");
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const Choice& c : supported()) names.emplace_back(c.name);
+    return names;
+  }, "The instruction sets that this machine and build have.");
+  m.def("losses", &losses, "Name -> (number, saved numbers per row) of every formula.");
+  m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
+  m.def("backward", &backward, "Gradient of a problem.");
+}
+
+}  // namespace pylosses

@@ -1,0 +1,191 @@
+// What rowwise.h and pixelwise.h share: a typed view of the problem, the formula of each loss, the reduction, the threads.
+#pragma once
+#include "cpu/simd.h"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#include "losses/list.h"
+#include "losses/families.h"
+#include "losses/cross_entropy.h"
+#include "losses/focal.h"
+#include "losses/target.h"
+#include "losses/logit_norm.h"
+#include "losses/hem.h"
+
+namespace PYL_ISA {
+
+#define PYL_ID(name, saved) id_##name,
+enum LossId { PYL_LOSSES(PYL_ID) };
+#undef PYL_ID
+
+#define PYL_FORMULA(name, saved) \
+  case id_##name: return name::row(k, r);
+template <class T, class V>
+__attribute__((noinline)) SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
+  switch (loss) { PYL_SOFTMAX_LOSSES(PYL_FORMULA) }
+  __builtin_unreachable();
+}
+template <class T, class V>
+__attribute__((noinline)) MarginResult<V> margin_formula(int loss, const Scalars<T>& k, const MarginRow<V>& r) {
+  switch (loss) { PYL_MARGIN_LOSSES(PYL_FORMULA) }
+  __builtin_unreachable();
+}
+#undef PYL_FORMULA
+
+inline bool is_margin(int loss) {
+#define PYL_CASE(name, saved) case id_##name:
+  switch (loss) {
+    PYL_MARGIN_LOSSES(PYL_CASE) return true;
+  }
+#undef PYL_CASE
+  return false;
+}
+
+// What one row weighs.
+template <class T>
+struct RowWeights {
+  T w;     // class weight and factor of the label: multiplies the loss
+  T mass;  // share of the mean's divisor, before the sample weight
+  T s;     // sample weight
+};
+
+// Sums of a chunk of rows. Chunks are cut by the problem alone and added in order: the same bits for any number of threads.
+struct Partial {
+  double sum = 0, mass = 0, extra = 0, extra_mass = 0;
+  void add(const Partial& o) { sum += o.sum, mass += o.mass, extra += o.extra, extra_mass += o.extra_mass; }
+};
+
+template <class T>
+struct Context {
+  const Problem& p;
+  const T *weight, *shift, *factor, *sample;
+  T *out, *stats;
+  Scalars<T> k;
+  double base = 1;  // backward: what multiplies every row's gradient besides its sample weight
+
+  explicit Context(const Problem& p)
+      : p(p),
+        weight(static_cast<const T*>(p.weight)),
+        shift(static_cast<const T*>(p.shift)),
+        factor(static_cast<const T*>(p.factor)),
+        sample(static_cast<const T*>(p.sample_weight)),
+        out(static_cast<T*>(p.loss_out)),
+        stats(static_cast<T*>(p.stats)) {
+    for (int i = 0; i < kMaxScalars; ++i) k.own[i] = static_cast<T>(p.scalars[i]);
+    double sum = static_cast<double>(p.classes);
+    if (weight) {
+      sum = 0;
+      for (int64_t j = 0; j < p.classes; ++j) sum += weight[j];
+    }
+    k.classes = static_cast<T>(p.classes);
+    k.weight_sum = static_cast<T>(sum);
+    k.main = 1;
+  }
+
+  // The label of a row, or -1 when it is ignored; 0 without labels.
+  int64_t label(int64_t row) const {
+    int64_t y = 0;
+    if (!p.y) return 0;
+    switch (p.y_type) {
+      case Index::u8: y = static_cast<const uint8_t*>(p.y)[row]; break;
+      case Index::i16: y = static_cast<const int16_t*>(p.y)[row]; break;
+      case Index::i32: y = static_cast<const int32_t*>(p.y)[row]; break;
+      case Index::i64: y = static_cast<const int64_t*>(p.y)[row]; break;
+    }
+    return y == p.ignore_index ? -1 : y;
+  }
+  RowWeights<T> weights(int64_t row, int64_t y) const {
+    T mass = weight && p.y ? weight[y] : 1;
+    return {factor ? mass * factor[y] : mass, mass, sample ? sample[row] : 1};
+  }
+  T& stat(int i, int64_t row) const { return stats[i * p.rows + row]; }
+
+  // Takes a row's loss: into the output, or into the sums of its chunk.
+  void emit(int64_t row, const RowWeights<T>& w, T loss, T extra, Partial& sums) const {
+    T total = w.s * (loss + extra);
+    if (p.reduction == Reduction::none) {
+      out[row] = total;
+    } else if (p.reduction != Reduction::above_zero || !(total <= 0)) {
+      double s = w.s;
+      sums.add({s * loss, s * w.mass, s * extra, s});
+    }
+  }
+  void emit_ignored(int64_t row) const {
+    if (p.reduction == Reduction::none) out[row] = 0;
+  }
+
+  // Writes the reduced loss and the divisors that backward needs.
+  void finish(const Partial& sums) const {
+    if (p.reduction == Reduction::none) return;
+    double mass = sums.mass, extra_mass = sums.extra_mass;
+    if (p.normalizer >= 0) mass = extra_mass = p.normalizer;
+    if (p.reduction == Reduction::sum) mass = extra_mass = 1;
+    p.totals[0] = mass;
+    p.totals[1] = extra_mass;
+    *out = static_cast<T>(divide(sums.sum, mass) + divide(sums.extra, extra_mass));
+  }
+  static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
+
+  // Backward: the factor that all rows share, and the share of the main term where the z-term has another divisor.
+  void begin_backward() {
+    if (p.reduction == Reduction::none) return;
+    double g = *static_cast<const T*>(p.grad_out);
+    double main = p.totals[0] > 0 ? 1 / p.totals[0] : 0, extra = p.totals[1] > 0 ? 1 / p.totals[1] : 0;
+    bool z = p.loss == id_cross_entropy && p.scalars[3] > 0;
+    base = g * (z ? extra : main);
+    if (z) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
+  }
+  T upstream(int64_t row, const RowWeights<T>& w) const {
+    double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
+    return static_cast<T>(g * w.s);
+  }
+  // Rows that the reduction left out have no gradient.
+  bool counted(const RowWeights<T>& w, T loss) const {
+    return p.reduction != Reduction::above_zero || !(w.s * loss <= 0);
+  }
+};
+
+// Memory for one thread's tiles, aligned to cache lines.
+template <class T>
+struct Scratch {
+  void* raw;
+  T* data;
+  explicit Scratch(int64_t n) : raw(__builtin_malloc(n * sizeof(T) + 64)) {
+    data = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(raw) + 63) & ~uintptr_t(63));
+  }
+  ~Scratch() { __builtin_free(raw); }
+  Scratch(const Scratch&) = delete;
+};
+
+// Runs body(first row, last row, sums) on every chunk: contiguous chunks to each thread, small problems on one.
+template <class F>
+void for_chunks(const Problem& p, int64_t chunk_rows, Partial* total, F body) {
+  int64_t chunks = (p.rows + chunk_rows - 1) / chunk_rows;
+  Partial one;
+  Scratch<Partial> many(total && chunks > 1 ? chunks : 1);
+  Partial* sums = chunks > 1 ? many.data : &one;
+  constexpr int64_t worth_a_thread = 16384;  // numbers: below, waking a thread costs more than it brings
+  int64_t threads = p.rows * p.classes / worth_a_thread;
+  threads = threads < 1 ? 1 : threads;
+  threads = threads > p.threads ? p.threads : threads;
+  threads = threads > chunks ? (chunks ? chunks : 1) : threads;
+  auto work = [&](int64_t t, int64_t n) {
+    for (int64_t c = chunks * t / n; c < chunks * (t + 1) / n; ++c) {
+      int64_t end = (c + 1) * chunk_rows;
+      Partial mine;
+      body(c * chunk_rows, end < p.rows ? end : p.rows, mine);
+      if (total) sums[c] = mine;
+    }
+  };
+#if defined(_OPENMP)
+  if (threads > 1) {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    work(omp_get_thread_num(), omp_get_num_threads());
+  } else
+#endif
+    work(0, 1);
+  if (total)
+    for (int64_t c = 0; c < chunks; ++c) total->add(sums[c]);
+}
+
+}  // namespace PYL_ISA

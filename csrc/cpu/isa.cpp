@@ -1,0 +1,39 @@
+// The drivers, compiled once per instruction set (PYL_ISA names the namespace). No std templates here: an inline function built
+// with wide vectors must never be merged with its narrow twin.
+#include "cpu/rowwise.h"
+#include "cpu/pixelwise.h"
+
+namespace PYL_ISA {
+
+// Lanes across rows pay off when a row is short, or when neighbouring rows are closer in memory than neighbouring classes.
+inline bool across_rows(const Problem& p) {
+  const Layout& l = p.x_layout;
+  int64_t row_stride = l.dims ? l.stride[l.dims - 1] : p.classes;
+  return p.classes < 32 || row_stride < l.class_stride;
+}
+
+template <class T>
+void forward_as(const Problem& p) {
+  Context<T> c(p);
+  Partial total;
+  bool pixels = across_rows(p);
+  if (is_margin(p.loss)) pixels ? pixels_margin_forward(c, total) : margin_forward(c, total);
+  else pixels ? pixels_softmax_forward(c, total) : softmax_forward(c, total);
+  c.finish(total);
+}
+template <class T>
+void backward_as(const Problem& p) {
+  Context<T> c(p);
+  c.begin_backward();
+  bool pixels = across_rows(p);
+  if (is_margin(p.loss)) pixels ? pixels_margin_backward(c) : margin_backward(c);
+  else pixels ? pixels_softmax_backward(c) : softmax_backward(c);
+}
+
+static void forward(const Problem& p) { p.dtype == Dtype::f64 ? forward_as<double>(p) : forward_as<float>(p); }
+static void backward(const Problem& p) { p.dtype == Dtype::f64 ? backward_as<double>(p) : backward_as<float>(p); }
+
+extern const Kernels kernels;
+const Kernels kernels{forward, backward};
+
+}  // namespace PYL_ISA

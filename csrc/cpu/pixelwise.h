@@ -1,0 +1,550 @@
+// Driver for short rows and for (N, C, *): lanes run across rows, the loop runs over classes.
+// A tile of rows is copied, converted and transposed if need be, to [class][row] in the cache; every pass then works on the tile.
+// When all classes do not fit, the tile is a block of classes and statistics go on from block to block.
+#pragma once
+#include "cpu/rowwise.h"
+
+namespace PYL_ISA {
+
+constexpr int64_t kTileRows = 256;
+constexpr int64_t kTileNumbers = 32768;
+
+// Rows [begin, begin + rows) of the problem: where they lie, their labels and weights, and a tile of their logits.
+template <class T>
+struct Tile {
+  typedef typename Lanes<T>::V V;
+  const Context<T>& c;
+  Map<T> map;
+  int64_t width;    // rows of a tile, a multiple of the lanes
+  int64_t classes;  // classes of a block
+  Scratch<T> tile, slopes, soft;
+  int64_t begin = 0, rows = 0, first = 0, count = 0;  // classes [first, first + count) are loaded
+  int64_t x_at[kTileRows], grad_at[kTileRows], soft_at[kTileRows], y[kTileRows];
+  alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows], scale[kTileRows];
+  RowWeights<T> weights[kTileRows];
+
+  static int64_t rows_for(int64_t classes) {
+    int64_t n = kTileNumbers / classes / 16 * 16;
+    return n < 32 ? 32 : (n > kTileRows ? kTileRows : n);
+  }
+  explicit Tile(const Context<T>& c)
+      : c(c),
+        map(map_of(c)),
+        width(rows_for(c.p.classes)),
+        classes(c.p.classes * width <= kTileNumbers ? c.p.classes : kTileNumbers / width),
+        tile(classes * width),
+        slopes(map.cap > 0 ? classes * width : 1),
+        soft(c.p.soft ? classes * width : 1) {}
+
+  void seek(int64_t begin_, int64_t end) {
+    begin = begin_, rows = end - begin_;
+    for (int64_t r = 0; r < width; ++r) {
+      y[r] = r < rows ? c.label(begin + r) : -1;
+      live[r] = y[r] >= 0;
+      weights[r] = y[r] >= 0 ? c.weights(begin + r, y[r]) : RowWeights<T>{0, 0, 0};
+      scale[r] = map.scale;
+      u_label[r] = 0, du_label[r] = 0;
+    }
+    places(c.p.x_layout, x_at);
+    if (c.p.soft) places(c.p.soft_layout, soft_at);
+    if (c.p.grad) places(c.p.grad_layout, grad_at);
+    first = count = 0;
+  }
+  void places(const Layout& l, int64_t* at) const {
+    for (int64_t r = 0; r < rows; ++r) at[r] = l.offset(begin + r);
+  }
+  // The distance between neighbouring rows when it is the same for all, else 0.
+  int64_t pace(const int64_t* at) const {
+    if (rows < 2) return 1;
+    int64_t d = at[1] - at[0];
+    for (int64_t r = 2; r < rows; ++r)
+      if (at[r] - at[r - 1] != d) return 0;
+    return d;
+  }
+  void load_block(Dtype dtype, const void* base, const Layout& l, const int64_t* at, T* out) const {
+    int64_t step = pace(at);
+    for (int64_t j = 0; j < count; ++j, out += width) {
+      int64_t shift = (first + j) * l.class_stride;
+      if (step)
+        load_as(dtype, base, at[0] + shift, step, rows, out);
+      else
+        for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at[r] + shift, 1, 1, out + r);
+      for (int64_t r = rows; r < width; ++r) out[r] = 0;
+    }
+  }
+
+  // Loads a block of raw logits; a tile that holds all classes is loaded once.
+  void load_raw(int64_t j) {
+    first = j;
+    count = c.p.classes - j < classes ? c.p.classes - j : classes;
+    load_block(c.p.dtype, c.p.x, c.p.x_layout, x_at, tile.data);
+  }
+  // u = scale softcap(x) + shift, in place; each row has its own scale.
+  void apply_map() {
+    if (map.scale == 1 && map.cap == 0 && !map.shift) return;
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t r = 0; r < width; r += Lanes<T>::W) {
+        V x = load(at(j, r)), u = x, s = load(scale + r), du = s;
+        if (map.cap > 0) {
+          V t = tanh(x / map.cap, du);
+          u = where(x == -infinity<T>(), x, map.cap * t);
+          du *= s;
+          store(slopes.data + j * width + r, du);
+        }
+        u *= s;
+        store(at(j, r), map.shift ? u + map.shift[first + j] : u);
+      }
+  }
+  T* at(int64_t j, int64_t r) { return tile.data + j * width + r; }
+
+  // Takes the labels' numbers out of the tile, so that the loops below see the other classes only.
+  void lift_labels() {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (y[r] < first || y[r] >= first + count) continue;
+      T* u = at(y[r] - first, r);
+      u_label[r] = *u;
+      du_label[r] = map.cap > 0 ? slopes.data[u - tile.data] : scale[r];
+      *u = -infinity<T>();
+    }
+  }
+  void load_soft() {
+    load_block(c.p.soft_dtype, c.p.soft, c.p.soft_layout, soft_at, soft.data);
+    T eps = c.k.own[0], each = eps / c.k.classes;
+    for (int64_t j = 0; j < count; ++j) {
+      T w = c.weight ? c.weight[first + j] : 1;
+      for (int64_t r = 0; r < width; ++r) soft.data[j * width + r] = w * ((1 - eps) * soft.data[j * width + r] + each);
+    }
+  }
+  void store_gradient() {
+    const Layout& l = c.p.grad_layout;
+    int64_t step = pace(grad_at);
+    const T* in = tile.data;
+    for (int64_t j = 0; j < count; ++j, in += width) {
+      int64_t shift = (first + j) * l.class_stride;
+      if (step)
+        store_as(c.p.dtype, in, rows, c.p.grad, grad_at[0] + shift, step);
+      else
+        for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at[r] + shift, 1);
+    }
+  }
+  bool whole() const { return classes == c.p.classes; }
+  bool loaded() const { return whole() && count > 0; }
+
+  // A number of each row's weights as a vector.
+  template <class F>
+  V gather(int64_t r, F f) const {
+    V v{};
+    for (int i = 0; i < Lanes<T>::W; ++i) v[i] = f(r + i);
+    return v;
+  }
+  V label_weight(int64_t r) const {
+    return gather(r, [&](int64_t i) { return weights[i].w; });
+  }
+  V upstream(int64_t r) const {
+    return gather(r, [&](int64_t i) { return i < rows && live[i] != 0 ? c.upstream(begin + i, weights[i]) : T(0); });
+  }
+  void emit(int64_t r, V loss, V extra, Partial& sums) const {
+    for (int64_t i = 0; i < Lanes<T>::W && r + i < rows; ++i) {
+      if (live[r + i] != 0) c.emit(begin + r + i, weights[r + i], loss[i], extra[i], sums);
+      else c.emit_ignored(begin + r + i);
+    }
+  }
+  void save(int stat, int64_t r, V v) const {
+    for (int64_t i = 0; i < Lanes<T>::W && r + i < rows; ++i) c.stat(stat, begin + r + i) = v[i];
+  }
+  V saved(int stat, int64_t r) const {
+    return gather(r, [&](int64_t i) { return i < rows ? c.stat(stat, begin + i) : T(0); });
+  }
+  // Lanes whose row the reduction counts.
+  Int<V> counted(int64_t r, V loss) const {
+    V yes = gather(r, [&](int64_t i) { return live[i] != 0 && c.counted(weights[i], loss[i - r]) ? T(1) : T(0); });
+    return yes != 0;
+  }
+};
+
+// Sums over the classes of a tile in short runs: fewer roundings than one long chain.
+template <class V, class F>
+PYL_INLINE V sum_over(int64_t count, F f) {
+  V total{};
+  for (int64_t j = 0; j < count;) {
+    V run{};
+    for (int64_t end = j + 32 < count ? j + 32 : count; j < end; ++j) run += f(j);
+    total += run;
+  }
+  return total;
+}
+
+// ---- softmax ----
+
+template <class T>
+struct TileStatistics {
+  typedef typename Lanes<T>::V V;
+  alignas(64) T max[kTileRows], sum[kTileRows], sum_u[kTileRows], spread[kTileRows], mass[kTileRows], anchor[kTileRows], length[kTileRows];
+};
+
+// |x| of every row, masked classes left out, by way of the largest entry: nothing overflows.
+template <class T>
+void tile_norms(Tile<T>& t, T* length) {
+  typedef typename Lanes<T>::V V;
+  alignas(64) T largest[kTileRows] = {}, squares[kTileRows] = {};
+  auto each_block = [&](auto f) {
+    for (int64_t j = 0; j < t.c.p.classes; j += t.classes) {
+      if (!t.loaded()) t.load_raw(j);
+      for (int64_t r = 0; r < t.width; r += Lanes<T>::W) f(r);
+    }
+  };
+  each_block([&](int64_t r) {
+    V m = load(largest + r);
+    for (int64_t j = 0; j < t.count; ++j) {
+      V x = load(t.at(j, r));
+      m = larger(where(x == -infinity<T>(), V{}, absolute(x)), m);
+    }
+    store(largest + r, m);
+  });
+  each_block([&](int64_t r) {
+    V m = load(largest + r), inverse = 1 / where(m > 0, m, splat<V>(1));
+    V s = sum_over<V>(t.count, [&](int64_t j) {
+      V x = load(t.at(j, r)), z = where(x == -infinity<T>(), V{}, x * inverse);
+      return z * z;
+    });
+    store(squares + r, load(squares + r) + s);
+  });
+  for (int64_t r = 0; r < t.width; r += Lanes<T>::W) store(length + r, load(largest + r) * square_root(load(squares + r)));
+}
+
+template <class T>
+void set_norm_scale(Tile<T>& t, const T* length) {
+  for (int64_t r = 0; r < t.width; ++r)
+    t.scale[r] = static_cast<T>(1 / (t.c.p.scalars[0] * (static_cast<double>(length[r]) + t.c.p.scalars[1])));
+  t.map.scale = 0;  // not the identity
+}
+
+template <class T>
+PYL_INLINE SoftmaxRow<typename Lanes<T>::V> tile_row(const Tile<T>& t, int64_t r, typename Lanes<T>::V m, typename Lanes<T>::V d) {
+  typedef typename Lanes<T>::V V;
+  V u = load(t.u_label + r), log_d = log(d), a = (m - u) + log_d;
+  a = where(u == infinity<T>(), splat<V>(static_cast<T>(__builtin_nan(""))), a);  // as the softmax of +inf
+  V lse = where(a > 0, (m + log_d) + softplus(-a), u + softplus(a));
+  return {a, lse, splat<V>(1), t.label_weight(r)};
+}
+
+template <class T>
+void pixels_softmax_forward(const Context<T>& c, Partial& total) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  bool norm = c.p.loss == id_logit_norm, smooth = c.p.loss == id_cross_entropy && (c.k.own[0] > 0 || c.p.soft);
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& sums) {
+    Tile<T> t(c);
+    TileStatistics<T> s;
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      for (int64_t r = 0; r < width; ++r) s.max[r] = -infinity<T>(), s.sum[r] = s.sum_u[r] = s.spread[r] = s.mass[r] = 0;
+      if (norm) {
+        tile_norms(t, s.length);
+        set_norm_scale(t, s.length);
+      }
+      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+        if (!t.loaded()) t.load_raw(block);
+        t.apply_map();
+        if (block == 0)  // any finite number near the row will do as the origin of the spread
+          for (int64_t r = 0; r < width; ++r) {
+            T u = *t.at(0, r);
+            s.anchor[r] = u - u == 0 ? u : 0;
+          }
+        if (c.p.soft) t.load_soft();
+        else t.lift_labels();
+        for (int64_t r = 0; r < width; r += W) {
+          V m = load(s.max + r), before = m;
+          for (int64_t j = 0; j < t.count; ++j) m = larger(load(t.at(j, r)), m);
+          V base = where(m == -infinity<T>(), V{}, m);
+          V sum = load(s.sum + r), shrink = where(before == -infinity<T>(), V{}, exp_negative(before - base));
+          sum = where(sum == 0, sum, sum * shrink);
+          store(s.max + r, m);
+          store(s.sum + r, sum + sum_over<V>(t.count, [&](int64_t j) { return exp_negative(load(t.at(j, r)) - base); }));
+          if (norm) {
+            V sum_u = load(s.sum_u + r);
+            sum_u = where(sum_u == 0, sum_u, sum_u * shrink);
+            store(s.sum_u + r, sum_u + sum_over<V>(t.count, [&](int64_t j) {
+                                 V u = load(t.at(j, r));
+                                 return where(u == -infinity<T>(), V{}, exp_negative(u - base) * u);
+                               }));
+          }
+          if (smooth) {
+            V anchor = load(s.anchor + r);
+            V y = t.gather(r, [&](int64_t i) { return static_cast<T>(t.y[i] - t.first); });
+            store(s.spread + r, load(s.spread + r) + sum_over<V>(t.count, [&](int64_t j) {
+                                  V d = load(t.at(j, r)) - anchor;
+                                  if (c.p.soft) {
+                                    V q = load(t.soft.data + j * width + r);
+                                    return where(q == 0, V{}, q * d);
+                                  }
+                                  T w = c.weight ? c.weight[t.first + j] : 1;
+                                  return w == 0 ? V{} : where(y == static_cast<T>(j), V{}, w * d);
+                                }));
+            if (c.p.soft)
+              store(s.mass + r, load(s.mass + r) + sum_over<V>(t.count, [&](int64_t j) { return load(t.soft.data + j * width + r); }));
+          }
+        }
+      }
+      for (int64_t r = 0; r < width; r += W) {
+        V m = load(s.max + r), d = load(s.sum + r), anchor = load(s.anchor + r), spread = load(s.spread + r);
+        m = where(m == -infinity<T>(), V{}, m);
+        if (c.p.soft) {
+          V log_d = log(d), lse = m + log_d, mass = load(s.mass + r);
+          V extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
+          t.emit(r, mass * ((m - anchor) + log_d) - spread, extra, sums);
+        } else {
+          SoftmaxRow<V> row = tile_row(t, r, m, d);
+          if (smooth) {
+            V u = load(t.u_label + r);
+            V w = t.gather(r, [&](int64_t i) { return t.live[i] != 0 && c.weight ? c.weight[t.y[i]] : T(1); });
+            spread += where(w == 0, V{}, w * (u - anchor));
+            V log_d = log(d), lse = where(row.a > 0, ((m - anchor) + log_d) + softplus(-row.a), (u - anchor) + softplus(row.a));
+            row.spread = c.k.weight_sum * lse - spread;
+          }
+          SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, row);
+          t.emit(r, result.loss, result.extra, sums);
+        }
+        if (!c.stats) continue;
+        t.save(0, r, m);
+        t.save(1, r, d);
+        if (c.p.soft) t.save(2, r, load(s.mass + r));
+        if (norm) {
+          t.save(2, r, load(s.length + r));
+          t.save(3, r, where(d == 0, V{}, load(s.sum_u + r) / d / load(t.scale + r)));
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+void pixels_softmax_backward(const Context<T>& c) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  bool norm = c.p.loss == id_logit_norm;
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
+    Tile<T> t(c);
+    alignas(64) T length[kTileRows], slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows], on[kTileRows];
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      if (norm) {
+        for (int64_t r = 0; r < width; r += W) store(length + r, t.saved(2, r));
+        set_norm_scale(t, length);
+      }
+      // The labels' numbers come first: with several blocks a label may lie in any of them.
+      if (!c.p.soft) {
+        for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+          t.load_raw(block);
+          t.apply_map();
+          t.lift_labels();
+        }
+      }
+      for (int64_t r = 0; r < width; r += W) {
+        V m = t.saved(0, r), d = t.saved(1, r), up = t.upstream(r), s = load(t.scale + r);
+        V gain, weight_pull = up, at_label{}, norm_drag{}, live = load(t.live + r);
+        if (c.p.soft) {
+          gain = up * (c.k.main * t.saved(2, r) + 2 * c.k.own[3] * (m + log(d)));
+          weight_pull = up * c.k.main;
+        } else {
+          SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, tile_row(t, r, m, d));
+          live = where(t.counted(r, result.loss + result.extra), live, V{});
+          gain = up * result.slope, weight_pull = up * result.pull;
+          at_label = up * result.label * load(t.du_label + r);
+          if (norm) {
+            V n = load(length + r), x = load(t.u_label + r) / s;
+            x = where(x == -infinity<T>(), V{}, x);
+            norm_drag = where(n > 0, gain * (t.saved(3, r) - x) * s / (n * (n + c.k.own[1])), V{});
+            at_label -= norm_drag * x;
+          }
+        }
+        gain = where(d == 0, V{}, gain / d);
+        store(slope + r, gain);
+        store(pull + r, weight_pull);
+        store(label + r, at_label);
+        store(drag + r, norm_drag);
+        store(base + r, m);
+        store(on + r, live);
+      }
+      bool weights = c.p.soft || (c.p.loss == id_cross_entropy && c.k.own[0] > 0);
+      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+        if (!t.loaded()) {
+          t.load_raw(block);
+          t.apply_map();
+        }
+        if (c.p.soft) t.load_soft();
+        for (int64_t r = 0; r < width; r += W) {
+          V m = load(base + r), gain = load(slope + r), p = load(pull + r), s = load(t.scale + r), d = load(drag + r);
+          Int<V> live = load(on + r) != 0;
+          if (t.map.cap == 0) gain *= s, p *= s;
+          for (int64_t j = 0; j < t.count; ++j) {
+            V u = load(t.at(j, r)), g = gain * exp_negative(u - m);
+            if (weights) {
+              V q = c.p.soft ? load(t.soft.data + j * width + r) : splat<V>(c.weight ? c.weight[t.first + j] : T(1));
+              g -= p * q;
+            }
+            if (t.map.cap > 0) g *= load(t.slopes.data + j * width + r);
+            if (norm) g -= where(u == -infinity<T>(), V{}, d * (u / s));
+            store(t.at(j, r), where(live, g, V{}));
+          }
+        }
+        if (!c.p.soft)
+          for (int64_t r = 0; r < t.rows; ++r)
+            if (t.y[r] >= t.first && t.y[r] < t.first + t.count) *t.at(t.y[r] - t.first, r) = on[r] != 0 ? label[r] : 0;
+        t.store_gradient();
+      }
+    }
+  });
+}
+
+// ---- margin ----
+
+template <class T>
+struct TileErrors {
+  typedef typename Lanes<T>::V V;
+  Tile<T>& t;
+  Errors<T> h;
+  bool of_label;
+  const T* shift;
+
+  explicit TileErrors(Tile<T>& t)
+      : t(t), h(t.c), of_label(t.c.k.own[3] != 0), shift(of_label ? nullptr : t.c.shift) {}
+  V margin(int64_t r) const {
+    if (!of_label || !t.c.shift) return splat<V>(h.margin);
+    return t.gather(r, [&](int64_t i) { return t.y[i] >= 0 ? t.c.shift[t.y[i]] : T(0); });
+  }
+  // Raw error of class j of the block; the labels' own slots hold -inf.
+  PYL_INLINE V raw(int64_t j, int64_t r, V x_label, V mu) const {
+    V x = load(t.at(j, r));
+    V m = shift ? splat<V>(shift[t.first + j]) : mu;
+    return where(x == -infinity<T>(), x, (x - x_label) + m);
+  }
+  // Runs f(r) over the lanes of every block, labels lifted.
+  template <class F>
+  void each_block(F f) {
+    for (int64_t block = 0; block < t.c.p.classes; block += t.classes) {
+      if (!t.loaded()) {
+        t.load_raw(block);
+        t.lift_labels();
+      }
+      for (int64_t r = 0; r < t.width; r += Lanes<T>::W) f(r);
+    }
+  }
+  // The labels of all blocks; leaves a whole tile loaded.
+  void find_labels() {
+    each_block([](int64_t) {});
+  }
+};
+
+template <class T>
+void pixels_margin_forward(const Context<T>& c, Partial& total) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  bool threshold = c.k.own[4] != 0;
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& partial) {
+    Tile<T> t(c);
+    TileErrors<T> errors(t);
+    alignas(64) T sum[kTileRows], max[kTileRows], cut[kTileRows], count[kTileRows], slopes[kTileRows], nan[kTileRows];
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      errors.find_labels();
+      for (int64_t r = 0; r < width; ++r) sum[r] = max[r] = count[r] = slopes[r] = nan[r] = 0, cut[r] = above_nothing<T>();
+      with_power(errors.h.kind, [&](auto power) {
+        if (threshold) {
+          errors.each_block([&](int64_t r) {
+            V x_label = load(t.u_label + r), mu = errors.margin(r), m = load(max + r);
+            store(sum + r, load(sum + r) + sum_over<V>(t.count, [&](int64_t j) {
+                             V e = errors.h.template value<power.value>(errors.raw(j, r, x_label, mu));
+                             m = larger(e, m);
+                             return e;
+                           }));
+            store(max + r, m);
+          });
+          for (int64_t r = 0; r < width; r += W) {
+            V mean = load(sum + r) / c.k.classes, m = load(max + r);
+            // Rounding may lift the mean over every error; no error at all keeps nothing.
+            store(cut + r, where(m > 0, where(mean < m, mean, m), splat<V>(above_nothing<T>())));
+            store(sum + r, V{});
+          }
+        }
+        errors.each_block([&](int64_t r) {
+          V x_label = load(t.u_label + r), mu = errors.margin(r), tr = load(cut + r);
+          V kept_count = load(count + r), kept_slopes = load(slopes + r), bad = load(nan + r);
+          store(sum + r, load(sum + r) + sum_over<V>(t.count, [&](int64_t j) {
+                           V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
+                           Int<V> kept = e >= tr;
+                           kept_count += where(kept, splat<V>(1), V{});
+                           if constexpr (power.value != linear)
+                             kept_slopes += where(kept, errors.h.template slope<power.value>(raw), V{});
+                           bad += where(raw == raw, V{}, splat<V>(1));
+                           return where(kept, e, V{});
+                         }));
+          store(count + r, kept_count);
+          store(slopes + r, power.value == linear ? kept_count : kept_slopes);
+          store(nan + r, bad);
+        });
+      });
+      for (int64_t r = 0; r < width; r += W) {
+        V x_label = load(t.u_label + r), k = load(count + r), w = t.label_weight(r);
+        Int<V> none = k == 0;
+        // A row with a NaN, or with every class masked, has no margin to speak of.
+        Int<V> bad = (load(nan + r) != 0) | (x_label != x_label) | (none & (x_label == -infinity<T>()));
+        V poison = where(bad, splat<V>(static_cast<T>(__builtin_nan(""))), V{});
+        MarginResult<V> result = margin_formula<T>(c.p.loss, c.k, MarginRow<V>{load(sum + r) + poison, k, w});
+        t.emit(r, result.loss, V{}, partial);
+        if (!c.stats) continue;
+        t.save(0, r, load(cut + r));
+        t.save(1, r, where(none, poison, result.factor + poison));
+        t.save(2, r, load(slopes + r));
+      }
+    }
+  });
+}
+
+template <class T>
+void pixels_margin_backward(const Context<T>& c) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
+    Tile<T> t(c);
+    TileErrors<T> errors(t);
+    alignas(64) T factor[kTileRows], label[kTileRows];
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      errors.find_labels();
+      for (int64_t r = 0; r < width; r += W) {
+        V f = t.saved(1, r);
+        V up = where(t.counted(r, f), f * t.upstream(r), V{});  // not counted or ignored: exactly 0
+        store(factor + r, where(f == 0, V{}, up));
+        store(label + r, where(up == 0, V{}, -up * t.saved(2, r)));
+      }
+      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+        if (!t.loaded()) {
+          t.load_raw(block);
+          t.lift_labels();
+        }
+        with_power(errors.h.kind, [&](auto power) {
+          for (int64_t r = 0; r < width; r += W) {
+            V x_label = load(t.u_label + r), mu = errors.margin(r), tr = t.saved(0, r), f = load(factor + r);
+            Int<V> bad = f != f;
+            for (int64_t j = 0; j < t.count; ++j) {
+              V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
+              V g = where(e >= tr, f * errors.h.template slope<power.value>(raw), V{});
+              if constexpr (power.value != linear) g = where(f == 0, V{}, g);
+              store(t.at(j, r), where(bad, f, g));
+            }
+          }
+        });
+        for (int64_t r = 0; r < t.rows; ++r)
+          if (t.y[r] >= t.first && t.y[r] < t.first + t.count) *t.at(t.y[r] - t.first, r) = label[r];
+        t.store_gradient();
+      }
+    }
+  });
+}
+
+}  // namespace PYL_ISA

@@ -1,0 +1,67 @@
+// What a kernel call is, in plain types: filled by bindings.cpp, read by the drivers of every instruction set.
+#pragma once
+#include <cstdint>
+
+namespace pylosses {
+
+enum class Dtype : int { f32, bf16, f16, f64 };
+enum class Index : int { u8, i16, i32, i64 };
+enum class Reduction : int { none, sum, mean, above_zero };
+enum class Family : int { softmax, margin };
+
+constexpr int kMaxDims = 64;   // torch's own limit
+constexpr int kMaxScalars = 8;
+
+// Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.
+struct Layout {
+  int dims = 0;
+  int64_t size[kMaxDims], stride[kMaxDims];  // of the rows, outermost first
+  int64_t class_stride = 1;
+
+  int64_t offset(int64_t row) const {
+    int64_t at = 0;
+    for (int d = dims - 1; d > 0; --d) {
+      at += (row % size[d]) * stride[d];
+      row /= size[d];
+    }
+    return dims ? at + row * stride[0] : 0;
+  }
+};
+
+struct Problem {
+  int loss;
+  Dtype dtype;
+  int64_t rows, classes;
+  const void* x;
+  Layout x_layout;
+
+  const void* y;  // null without labels
+  Index y_type;
+  int64_t ignore_index;
+  const void* soft;  // class probabilities, null with labels
+  Dtype soft_dtype;
+  Layout soft_layout;
+
+  // (C) and (rows), in the accumulation type; null when absent
+  const void *weight, *shift, *factor, *sample_weight;
+  double scalars[kMaxScalars];
+  Reduction reduction;
+  double normalizer;  // negative when absent
+  int threads;
+
+  void* loss_out;   // (rows) or one number, accumulation type
+  double* totals;   // divisors of the mean: with and without class weights
+  void* stats;      // (K, rows), accumulation type; null when no gradient will be asked for
+
+  const void* grad_out;  // backward only: (rows) or one number
+  void* grad;
+  Layout grad_layout;
+};
+
+// One table per instruction set.
+struct Kernels {
+  void (*forward)(const Problem&);
+  void (*backward)(const Problem&);
+};
+
+}  // namespace pylosses

@@ -1,0 +1,399 @@
+// Vectors of the compiler's own kind (one source for SSE2, AVX2, AVX-512 and NEON), their maths, and loads and stores that convert.
+// exp, log and friends are good to about one unit in the last place; NaN and infinities go through as in libm.
+#pragma once
+#include <cstdint>
+#include "cpu/problem.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define PYL_INLINE inline __attribute__((always_inline))
+
+namespace PYL_ISA {
+using namespace pylosses;
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  typedef float V __attribute__((vector_size(kBytes)));
+  typedef int32_t IntScalar;
+  typedef int32_t I __attribute__((vector_size(kBytes)));
+  typedef uint32_t U __attribute__((vector_size(kBytes)));
+  static constexpr int W = kBytes / 4, mantissa = 23, bias = 127;
+  // exp(x) is 0 below and inf above; in between 2^n fits a normal number
+  static constexpr float exp_min = -87.3f, exp_max = 88.72f, smallest = 1.17549435e-38f;
+  static constexpr float ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, round = 12582912.0f;
+};
+template <>
+struct Lanes<double> {
+  typedef double V __attribute__((vector_size(kBytes)));
+  typedef int64_t IntScalar;
+  typedef int64_t I __attribute__((vector_size(kBytes)));
+  typedef uint64_t U __attribute__((vector_size(kBytes)));
+  static constexpr int W = kBytes / 8, mantissa = 52, bias = 1023;
+  static constexpr double exp_min = -708.3, exp_max = 709.78, smallest = 2.2250738585072014e-308;
+  static constexpr double ln2_hi = 6.93147180369123816490e-01, ln2_lo = 1.90821492927058770002e-10, round = 6755399441055744.0;
+};
+typedef Lanes<float>::V vf;
+typedef Lanes<double>::V vd;
+
+template <class V>
+struct ScalarOf;
+template <>
+struct ScalarOf<vf> {
+  typedef float T;
+};
+template <>
+struct ScalarOf<vd> {
+  typedef double T;
+};
+template <class V>
+using Scalar = typename ScalarOf<V>::T;
+template <class V>
+using Int = typename Lanes<Scalar<V>>::I;
+
+template <class T>
+constexpr T infinity() {
+  return static_cast<T>(__builtin_inf());
+}
+template <class V>
+PYL_INLINE V splat(Scalar<V> x) {
+  return x - V{};
+}
+template <class I, class V>
+PYL_INLINE V where(I mask, V yes, V no) {
+  return mask ? yes : no;
+}
+template <class T>
+PYL_INLINE T larger(T a, T b) {  // the second operand when either is NaN
+  return a > b ? a : b;
+}
+template <class V>
+PYL_INLINE V absolute(V x) {
+  typedef typename Lanes<Scalar<V>>::U U;
+  return (V)((U)x & (~(U){} >> 1));
+}
+
+// ---- maths ----
+
+// e^r - 1 = r + r^2 P(r) for |r| <= ln(2) / 2
+PYL_INLINE vf exp_tail(vf r) {
+  vf p = 1.3926183587713494542e-3f * r + 8.3631790527225773704e-3f;
+  p = p * r + 4.1666554617204574203e-2f;
+  p = p * r + 1.6666576989698775683e-1f;
+  p = p * r + 0.5f;
+  return p * (r * r) + r;
+}
+PYL_INLINE vd exp_tail(vd r) {
+  vd p = 2.0914686968086877233e-9 * r + 2.5105217004720745164e-8;
+  p = p * r + 2.7557273643110295328e-7;
+  p = p * r + 2.755725540020642443e-6;
+  p = p * r + 2.4801587325547741216e-5;
+  p = p * r + 1.9841269874820625271e-4;
+  p = p * r + 1.3888888888883748305e-3;
+  p = p * r + 8.3333333333261351258e-3;
+  p = p * r + 4.1666666666666669755e-2;
+  p = p * r + 1.6666666666666670991e-1;
+  p = p * r + 0.5;
+  return p * (r * r) + r;
+}
+
+// x = n ln 2 + r: returns r, and 2^n's exponent bits in `bits` (for -exponent range < n < exponent range)
+template <class V>
+PYL_INLINE V reduce_exp(V x, Int<V>& bits) {
+  typedef Lanes<Scalar<V>> L;
+  V n = x * Scalar<V>(1.4426950408889634074) + L::round;
+  bits = (Int<V>)n << L::mantissa;
+  n -= L::round;
+  return (x - n * L::ln2_hi) - n * L::ln2_lo;
+}
+
+// e^x for x <= 0 (or NaN), exactly 0 far down: the one in the inner loops
+template <class V>
+PYL_INLINE V exp_negative(V x) {
+  typedef Lanes<Scalar<V>> L;
+  V low = splat<V>(L::exp_min);
+  Int<V> bits;
+  V r = reduce_exp(where(x < low, low, x), bits);
+  V y = (V)((Int<V>)(exp_tail(r) + 1) + bits);
+  return where(x < low, V{}, y);
+}
+
+template <class V>
+PYL_INLINE V exp(V x) {
+  typedef Lanes<Scalar<V>> L;
+  V low = splat<V>(L::exp_min), high = splat<V>(L::exp_max);
+  V clamped = where(x < low, low, x);
+  clamped = where(clamped > high, high, clamped);
+  Int<V> bits;
+  V r = reduce_exp(clamped, bits);
+  V y = (V)((Int<V>)(exp_tail(r) + 1) + bits);
+  y = where(x > high, splat<V>(infinity<Scalar<V>>()), y);
+  y = where(x < low, V{}, y);
+  return where(x == x, y, x);
+}
+
+template <class V>
+PYL_INLINE V expm1(V x) {
+  typedef Lanes<Scalar<V>> L;
+  V low = splat<V>(-40), high = splat<V>(L::exp_max);  // below, e^x - 1 rounds to -1
+  V clamped = where(x < low, low, x);
+  clamped = where(clamped > high, high, clamped);
+  Int<V> bits;
+  V r = reduce_exp(clamped, bits);
+  V half = (V)(bits + (static_cast<typename L::IntScalar>(L::bias - 1) << L::mantissa));  // 2^n / 2: 2^128 is no float
+  V y = (half * exp_tail(r) + (half - Scalar<V>(0.5))) * 2;
+  y = where(x > high, splat<V>(infinity<Scalar<V>>()), y);
+  return where(x == x, y, x);
+}
+
+// log((1 + s) / (1 - s)) = 2 s + s R(s^2)
+PYL_INLINE vf log_tail(vf z) {
+  vf p = 0.23332912804368642451f * z + 0.28550730844773806074f;
+  p = p * z + 0.40000122633698782862f;
+  return z * (p * z + 0.66666666553525361816f);
+}
+PYL_INLINE vd log_tail(vd z) {
+  vd p = 0.14619343453512615192 * z + 0.1533148723586573324;
+  p = p * z + 0.1818289618348308656;
+  p = p * z + 0.22222211037816587724;
+  p = p * z + 0.28571428626570203622;
+  p = p * z + 0.39999999999898191947;
+  return z * (p * z + 0.66666666666666697321);
+}
+
+template <class V>
+PYL_INLINE V log(V x) {
+  typedef Lanes<Scalar<V>> L;
+  typedef Scalar<V> T;
+  typedef typename L::IntScalar S;
+  Int<V> tiny = x < L::smallest;  // scale numbers below the normal range up by 2^64
+  V m = where(tiny, x * T(18446744073709551616.0), x);
+  Int<V> bits = (Int<V>)m;
+  Int<V> e = (bits >> L::mantissa) - S(L::bias);
+  m = (V)((bits & ((S(1) << L::mantissa) - 1)) | (S(L::bias) << L::mantissa));
+  Int<V> big = m > T(1.4142135623730951);
+  m = where(big, m * T(0.5), m);
+  e = where(big, e + 1, e);
+  e = where(tiny, e - 64, e);
+  V n = __builtin_convertvector(e, V);
+  V f = m - 1;
+  V s = f / (f + 2);
+  V y = n * L::ln2_hi + ((f - s * (f - log_tail(s * s))) + n * L::ln2_lo);
+  y = where(x == 0, splat<V>(-infinity<T>()), y);
+  y = where(x == infinity<T>(), x, y);
+  return where(x >= 0, y, splat<V>(static_cast<T>(__builtin_nan(""))));
+}
+
+// log(1 + x) for -1/2 <= x <= 1: the rounding of 1 + x is divided out
+template <class V>
+PYL_INLINE V log1p(V x) {
+  V u = x + 1, d = u - 1;
+  return where(d == 0, x, log(u) * (x / d));
+}
+// log(1 + e^x)
+template <class V>
+PYL_INLINE V softplus(V x) {
+  V positive = where(x > 0, x, V{});
+  return where(x == x, positive + log1p(exp_negative(-absolute(x))), x);
+}
+template <class V>
+PYL_INLINE V sigmoid(V x) {
+  V e = exp_negative(-absolute(x));
+  return where(x >= 0, splat<V>(1), e) / (e + 1);
+}
+template <class V>
+PYL_INLINE V square_root(V x) {
+  for (unsigned i = 0; i < sizeof(V) / sizeof(Scalar<V>); ++i) x[i] = __builtin_sqrt(x[i]);
+  return x;
+}
+PYL_INLINE vf square_root(vf x) {
+  for (int i = 0; i < Lanes<float>::W; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+// x^y for x >= 0
+template <class V>
+PYL_INLINE V power(V x, Scalar<V> y) {
+  return exp(y * log(x));
+}
+// tanh(x) and, in `slope`, 1 - tanh(x)^2 without cancellation
+template <class V>
+PYL_INLINE V tanh(V x, V& slope) {
+  V e = expm1(-2 * absolute(x)), t = -e / (e + 2);
+  V q = exp_negative(-2 * absolute(x));
+  slope = 4 * q / ((q + 1) * (q + 1));
+  return where(x < 0, -t, t);
+}
+
+// ---- across lanes, in a fixed order ----
+
+template <class V>
+PYL_INLINE Scalar<V> max_of(V v) {
+  Scalar<V> m = v[0];
+  for (unsigned i = 1; i < sizeof(V) / sizeof(m); ++i) m = larger(v[i], m);
+  return m;
+}
+template <class V>
+PYL_INLINE double sum_of(V v) {
+  double s = 0;
+  for (unsigned i = 0; i < sizeof(V) / sizeof(Scalar<V>); ++i) s += v[i];
+  return s;
+}
+template <class I>
+PYL_INLINE bool any(I mask) {
+  typedef uint64_t Words __attribute__((vector_size(kBytes)));
+  Words w = (Words)mask;
+  uint64_t all = 0;
+  for (int i = 0; i < kBytes / 8; ++i) all |= w[i];
+  return all != 0;
+}
+
+// ---- memory ----
+
+template <class T>
+PYL_INLINE typename Lanes<T>::V load(const T* p) {
+  typename Lanes<T>::V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T>
+PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+// n < W numbers, the rest of the lanes `fill`
+template <class T>
+PYL_INLINE typename Lanes<T>::V load_some(const T* p, int64_t n, T fill) {
+  typename Lanes<T>::V v = splat<typename Lanes<T>::V>(fill);
+  for (int64_t i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+template <class T>
+PYL_INLINE void store_some(T* p, int64_t n, typename Lanes<T>::V v) {
+  for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+}
+
+// A W-wide load of halves as floats, and back with round to nearest even.
+typedef uint16_t vh __attribute__((vector_size(kBytes / 2)));
+typedef Lanes<float>::U vu;
+PYL_INLINE vu widen(const uint16_t* p) {
+  vh h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, vu);
+}
+PYL_INLINE void narrow(uint16_t* p, vu v) {
+  vh h = __builtin_convertvector(v, vh);
+  __builtin_memcpy(p, &h, sizeof h);
+}
+struct BF16 {
+  static PYL_INLINE vf load(const uint16_t* p) { return (vf)(widen(p) << 16); }
+  static PYL_INLINE void store(uint16_t* p, vf x) {
+    vu b = (vu)x;
+    vu rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    narrow(p, where(x == x, rounded, (vu){} + 0x7fc0));
+  }
+};
+struct F16 {
+#if defined(__AVX512F__)
+  static PYL_INLINE vf load(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  static PYL_INLINE void store(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0)); }
+#elif defined(__F16C__)
+  static PYL_INLINE vf load(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static PYL_INLINE void store(uint16_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
+#else
+  static PYL_INLINE vf load(const uint16_t* p) {
+    vu h = widen(p);
+    vu magnitude = (h & 0x7fff) << 13;
+    vf x = (vf)magnitude * 0x1p112f;  // moves the exponent's bias; exact for denormals too
+    vu bits = where(magnitude >= 0x0f800000, magnitude | 0x7f800000, (vu)x);
+    return (vf)(bits | ((h & 0x8000) << 16));
+  }
+  static PYL_INLINE void store(uint16_t* p, vf x) {
+    vu sign = ((vu)x >> 16) & 0x8000;
+    vf a = absolute(x);
+    vu normal = (vu)a - (112u << 23);
+    normal = (normal + 0xfff + ((normal >> 13) & 1)) >> 13;
+    vu small = (vu)(a + 0.5f) - 0x3f000000;  // rounds to multiples of 2^-24
+    vu h = where(a < 0x1p-14f, small, normal);
+    h = where(a >= 65520.0f, (vu){} + 0x7c00, h);
+    h = where(x == x, h, (vu){} + 0x7e00);
+    narrow(p, h | sign);
+  }
+#endif
+};
+
+// n numbers at p (of type D, `stride` apart) to out, as T
+template <class H>
+inline void load_halves(const uint16_t* p, int64_t stride, int64_t n, float* out) {
+  constexpr int W = Lanes<float>::W;
+  int64_t i = 0;
+  if (stride == 1)
+    for (; i + W <= n; i += W) store(out + i, H::load(p + i));
+  while (i < n) {
+    uint16_t some[W] = {};
+    int64_t m = n - i < W ? n - i : W;
+    for (int64_t k = 0; k < m; ++k) some[k] = p[(i + k) * stride];
+    store_some(out + i, m, H::load(some));
+    i += m;
+  }
+}
+template <class H>
+inline void store_halves(const float* in, int64_t n, uint16_t* p, int64_t stride) {
+  constexpr int W = Lanes<float>::W;
+  int64_t i = 0;
+  if (stride == 1)
+    for (; i + W <= n; i += W) H::store(p + i, load(in + i));
+  while (i < n) {
+    uint16_t some[W] = {};
+    int64_t m = n - i < W ? n - i : W;
+    H::store(some, load_some(in + i, m, 0.0f));
+    for (int64_t k = 0; k < m; ++k) p[(i + k) * stride] = some[k];
+    i += m;
+  }
+}
+template <class T, class D>
+inline void copy_numbers(const T* p, int64_t stride, int64_t n, D* out, int64_t out_stride) {
+  if (stride == 1 && out_stride == 1)
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<D>(p[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) out[i * out_stride] = static_cast<D>(p[i * stride]);
+}
+
+inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, int64_t n, float* out) {
+  switch (dtype) {
+    case Dtype::f32: return copy_numbers(static_cast<const float*>(base) + at, stride, n, out, 1);
+    case Dtype::f64: return copy_numbers(static_cast<const double*>(base) + at, stride, n, out, 1);
+    case Dtype::bf16: return load_halves<BF16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
+    case Dtype::f16: return load_halves<F16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
+  }
+}
+inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, int64_t n, double* out) {
+  if (dtype == Dtype::f64) return copy_numbers(static_cast<const double*>(base) + at, stride, n, out, 1);
+  float some[64];
+  for (int64_t i = 0; i < n; i += 64) {
+    int64_t m = n - i < 64 ? n - i : 64;
+    load_as(dtype, base, at + i * stride, stride, m, some);
+    copy_numbers(some, 1, m, out + i, 1);
+  }
+}
+inline void store_as(Dtype dtype, const float* in, int64_t n, void* base, int64_t at, int64_t stride) {
+  switch (dtype) {
+    case Dtype::f32: return copy_numbers(in, 1, n, static_cast<float*>(base) + at, stride);
+    case Dtype::f64: return copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);
+    case Dtype::bf16: return store_halves<BF16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+    case Dtype::f16: return store_halves<F16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+  }
+}
+inline void store_as(Dtype, const double* in, int64_t n, void* base, int64_t at, int64_t stride) {
+  copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);  // float64 logits only
+}
+
+}  // namespace PYL_ISA

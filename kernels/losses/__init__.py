@@ -1,0 +1,1 @@
+"""One Triton formula per loss, named like its file in ``pylosses/losses``."""

@@ -1,0 +1,27 @@
+"""pylosses: fused classification losses for PyTorch.
+
+>>> import torch, pylosses
+>>> logits = torch.zeros(4, 10, requires_grad=True)
+>>> loss = pylosses.hem_loss(logits, torch.tensor([1, 2, 3, -100]))
+>>> loss.backward()
+"""
+
+from . import functional as functional
+from .backends import BackendError as BackendError
+from .backends import backends as backends
+from .backends import use_backend as use_backend
+from .linear import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+from .linear import LinearHEMLoss as LinearHEMLoss
+from .linear import linear_cross_entropy as linear_cross_entropy
+from .linear import linear_hem_loss as linear_hem_loss
+from .linear import linear_loss as linear_loss
+from .losses import *  # noqa: F403
+from .metrics import auroc as auroc
+from .metrics import dar as dar
+from .metrics import ece as ece
+from .scores import ConfidenceScores as ConfidenceScores
+from .scores import confidence_scores as confidence_scores
+from .spec import LOSSES as LOSSES
+from .spec import LossSpec as LossSpec
+
+__version__ = "0.1.0"

@@ -1,0 +1,7 @@
+"""``python -m pylosses`` is the command ``pylosses``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

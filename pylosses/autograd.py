@@ -1,0 +1,94 @@
+"""One call of a fused kernel, with its gradient: for all losses and all fused backends.
+
+`Fused` is the eager path: a plain `forward(ctx, ...)` calls the binding at once. `Traced` is the same over the registered
+ops of compile.py; torch.compile, torch.export, torch.func and tensor subclasses take it. Both save the logits and row
+statistics, never a second (N, C) tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .check import Problem
+
+
+class Call(NamedTuple):
+    """What a fused kernel gets besides the logits."""
+
+    backend: str
+    kernel: str
+    y: Tensor | None
+    soft: Tensor | None
+    weight: Tensor | None
+    shift: Tensor | None
+    factor: Tensor | None
+    sample_weight: Tensor | None
+    scalars: tuple[float, ...]
+    ignore_index: int
+    reduction: str
+    normalizer: float | Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.y, self.soft, self.weight, self.shift, self.factor, self.sample_weight
+
+
+#: backend name -> object with forward(call, x, save) and backward(call, x, totals, stats, grad)
+KERNELS: dict[str, Any] = {"cpu": cpu}
+
+
+def fused(call: Call, problem: Problem) -> Tensor:
+    """The reduced loss of `call` on the problem's logits, differentiable once."""
+    x = problem.x
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active():
+        from . import compile  # registers the ops when they are first needed
+
+        return compile.traced(call, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return Fused.apply(x, call)
+    return KERNELS[call.backend].forward(call, x, False)[0]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Fused(torch.autograd.Function):
+    """Eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
+        loss, totals, stats = KERNELS[call.backend].forward(call, x, True)
+        # The labels and weights are saved too, so that changing them in place before backward is an error.
+        ctx.save_for_backward(x, totals, stats, call.y, call.soft, call.weight, call.shift, call.factor, call.sample_weight)
+        ctx.call = call
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        x, totals, stats = ctx.saved_tensors[:3]
+        if torch.is_grad_enabled():  # create_graph=True
+            return Once.apply(x, grad, totals, stats, ctx.call), None
+        return KERNELS[ctx.call.backend].backward(ctx.call, x, totals, stats, grad), None
+
+
+class Once(torch.autograd.Function):
+    """A gradient that may be part of a graph but not be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor, totals: Tensor, stats: Tensor, call: Call) -> Tensor:
+        ctx.backend = call.backend
+        return KERNELS[call.backend].backward(call, x, totals, stats, grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise twice(ctx.backend)
+
+
+def twice(backend: str) -> RuntimeError:
+    return RuntimeError(
+        f"double backward is not supported by the fused {backend!r} backend; call the loss with backend=\"reference\", "
+        "which is differentiable twice"
+    )

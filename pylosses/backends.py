@@ -1,0 +1,123 @@
+"""Which backend runs a call, and why the others do not.
+
+Asked for one (argument, `use_backend`, PYLOSSES_BACKEND), it is used or an error gives the reason; asked for none, the first
+backend with no reason against it runs, and `reference` never has one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from . import cpu
+from .check import Problem
+from .spec import BACKENDS, LossSpec
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for cannot run this call."""
+
+
+class BackendStatus(NamedTuple):
+    """One line of `backends()`."""
+
+    name: str
+    available: bool
+    reason: str  #: why it is (not) available
+
+
+class BackendList(tuple[BackendStatus, ...]):
+    """The backends in order; `backends()["cpu"]` finds one by name."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            for status in self:
+                if status.name == key:
+                    return status
+            raise KeyError(key)
+        return super().__getitem__(key)
+
+
+def backends() -> BackendList:
+    """Each backend with `available` and `reason`.
+
+    >>> backends()["reference"].available
+    True
+    """
+    found = [BackendStatus("reference", True, "plain PyTorch, runs everywhere")]
+    for name in BACKENDS[1:]:
+        reason = _absent(name)
+        found.append(BackendStatus(name, reason is None, reason or _present(name)))
+    return BackendList(found)
+
+
+def _absent(name: str) -> str | None:
+    """Why backend `name` cannot run at all here, or None."""
+    if name == "cpu":
+        return cpu.absent
+    if name == "cuda":
+        return "the CUDA kernels are not written yet"
+    return "the Triton kernels are not written yet"
+
+
+def _present(name: str) -> str:
+    return f"C++ kernels, {cpu.isa()} instruction set" if name == "cpu" else "available"
+
+
+def why_not(name: str, spec: LossSpec, problem: Problem, carrying: str | None) -> str | None:
+    """Why backend `name` cannot run this call, or None. `carrying` names an argument besides input that needs a gradient."""
+    if name == "reference":
+        return None
+    reason = _absent(name) or spec.why_not(name)
+    if reason is not None:
+        return reason
+    device = problem.x.device.type
+    if name == "cpu" and device != "cpu":
+        return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
+    if problem.x.layout is not torch.strided:
+        return f"input has layout {problem.x.layout}; fused kernels take strided tensors"
+    if carrying is not None:
+        return f"{carrying} requires a gradient, which only the reference backend computes"
+    return None
+
+
+_PREFERRED = {"cpu": ("cpu",), "cuda": ("cuda", "triton"), "xpu": ("triton",)}
+_asked: str | None = None
+
+
+def choose(spec: LossSpec, problem: Problem, backend: str | None, carrying: str | None) -> str:
+    """The backend for this call."""
+    asked = backend or _asked or os.environ.get("PYLOSSES_BACKEND")
+    if asked:
+        if asked not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {asked!r}")
+        reason = why_not(asked, spec, problem, carrying)
+        if reason is not None:
+            raise BackendError(f"backend {asked!r} cannot run {spec.function}: {reason}")
+        return asked
+    for name in _PREFERRED.get(problem.x.device.type, ()):
+        if why_not(name, spec, problem, carrying) is None:
+            return name
+    return "reference"
+
+
+@contextmanager
+def use_backend(backend: str | None) -> Iterator[None]:
+    """Ask for one backend inside a ``with`` block.
+
+    >>> import torch, pylosses
+    >>> with pylosses.use_backend("reference"):
+    ...     loss = pylosses.hem_loss(torch.randn(2, 3), torch.tensor([0, 2]))
+    """
+    global _asked
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    before, _asked = _asked, backend
+    try:
+        yield
+    finally:
+        _asked = before

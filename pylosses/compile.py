@@ -1,0 +1,126 @@
+"""torch.library registration and fakes: used while torch.compile or torch.export trace and under torch.func transforms.
+
+Two plain ops, `pylosses::forward` and `pylosses::backward`, carry every loss; the autograd formula is the Function below,
+which dynamo and functorch both understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import KERNELS, Call, twice
+from .check import ACCUMULATE
+
+_INPUTS = (
+    "Tensor x, Tensor? y, Tensor? soft, Tensor? weight, Tensor? shift, Tensor? factor, Tensor? sample_weight, "
+    "Tensor? normalizer, str backend, str kernel, float[] scalars, int ignore_index, str reduction"
+)
+torch.library.define("pylosses::forward", f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("pylosses::backward", f"(Tensor grad, Tensor totals, Tensor stats, {_INPUTS}) -> Tensor")
+
+
+def _call(
+    y: Any, soft: Any, weight: Any, shift: Any, factor: Any, sample_weight: Any, normalizer: Any,
+    backend: str, kernel: str, scalars: Sequence[float], ignore_index: int, reduction: str,
+) -> Call:  # fmt: skip
+    return Call(
+        backend, kernel, y, soft, weight, shift, factor, sample_weight, tuple(scalars), ignore_index, reduction, normalizer
+    )
+
+
+@torch.library.impl("pylosses::forward", "CompositeExplicitAutograd")
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _call(*rest)
+    return KERNELS[call.backend].forward(call, x, True)
+
+
+@torch.library.register_fake("pylosses::forward")
+def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _call(*rest)
+    dtype = ACCUMULATE[x.dtype]
+    shape = (x.shape[:1] + x.shape[2:] if x.dim() > 1 else ()) if call.reduction == "none" else ()
+    rows = 1
+    for size in x.shape[:1] + x.shape[2:] if x.dim() > 1 else ():
+        rows = rows * size
+    stats = x.new_empty((KERNELS[call.backend].statistics(call.kernel), rows), dtype=dtype)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(2, dtype=torch.float64), stats
+
+
+@torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")
+def _backward(grad: Tensor, totals: Tensor, stats: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    call = _call(*rest)
+    return KERNELS[call.backend].backward(call, x, totals, stats, grad)
+
+
+@torch.library.register_fake("pylosses::backward")
+def _backward_fake(grad: Tensor, totals: Tensor, stats: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _looped(function: Callable[..., Any], batch: int, in_dims: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """vmap by a loop: each element of the batch is one call."""
+    results = []
+    for i in range(batch):
+        one = [v.select(d, i) if d is not None else v for v, d in zip(inputs, in_dims, strict=True)]
+        results.append(function(*one))
+    if isinstance(results[0], tuple):
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+    return torch.stack(results), 0
+
+
+class Traced(torch.autograd.Function):
+    """The ops with their gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.pylosses.forward(x, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, totals, stats = output
+        ctx.mark_non_differentiable(totals, stats)
+        ctx.save_for_backward(totals, stats, *inputs[:8])
+        ctx.rest = inputs[8:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        totals, stats, *tensors = ctx.saved_tensors
+        return TracedOnce.apply(grad, totals, stats, *tensors, *ctx.rest), *(None,) * 12
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *inputs: Any) -> Any:
+        return _looped(Traced.apply, info.batch_size, in_dims, inputs)
+
+
+class TracedOnce(torch.autograd.Function):
+    """Its gradient, which is not differentiable again."""
+
+    @staticmethod
+    def forward(grad: Tensor, totals: Tensor, stats: Tensor, *inputs: Any) -> Tensor:
+        return torch.ops.pylosses.backward(grad, totals, stats, *inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backend = inputs[11]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise twice(ctx.backend)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *inputs: Any) -> Any:
+        return _looped(TracedOnce.apply, info.batch_size, in_dims, inputs)
+
+
+def traced(call: Call, x: Tensor) -> Tensor:
+    """`autograd.fused` for everything that is not a plain eager call."""
+    normalizer = call.normalizer
+    if isinstance(normalizer, float):
+        normalizer = torch.full((), normalizer, dtype=torch.float64, device=x.device)
+    return Traced.apply(
+        x, *call.tensors(), normalizer, call.backend, call.kernel, list(call.scalars), call.ignore_index, call.reduction
+    )[0]

@@ -1,0 +1,284 @@
+"""Losses of a linear layer's output: input and weight go in, the logits are an inner matter.
+
+    x = h W^T + b          L = loss(x, y)
+
+In this version the logits are computed and stored by `torch.nn.functional.linear`, then handed to the row loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .check import ACCUMULATE, INDEX_DTYPES
+from .losses.cross_entropy import cross_entropy
+from .losses.hem import hem_loss
+from .module import module_of
+from .spec import LOSSES, LossSpec, PerClass, register
+
+
+def reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    loss: Callable[..., Tensor],
+    linear_bias: Tensor | None = None,
+    backend: str | None = "reference",
+    **arguments: Any,
+) -> Tensor:
+    """`loss` of the stored logits; all losses of this file are this with one of the row losses."""
+    _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    if input.dim() > 2:  # the row losses have the classes second
+        logits = logits.movedim(-1, 1)
+        target = target.movedim(-1, 1) if target.is_floating_point() else target
+    return loss(logits, target, backend=backend, **arguments)
+
+
+def _check(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, sample_weight: Tensor | None
+) -> None:
+    """The checks that the row loss could only express in terms of logits."""
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+    tensors |= {k: v for k, v in (("linear_bias", linear_bias), ("sample_weight", sample_weight)) if v is not None}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        if value.device != input.device:
+            raise ValueError(f"{name} must be on {input.device} like input, got {value.device}")
+    for name in ("input", "linear_weight", "linear_bias"):
+        value = tensors.get(name)
+        if value is not None and value.dtype not in ACCUMULATE:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {value.dtype}")
+        if value is not None and value.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise TypeError(f"{name} must be {input.dtype} like input, got {value.dtype}")
+    if input.dim() == 0:
+        raise ValueError("input must have shape (D), (N, D) or (..., D), got a 0-d tensor")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1] or linear_weight.shape[0] == 0:
+        raise ValueError(
+            f"linear_weight must have shape (C, {input.shape[-1]}) for input of shape {tuple(input.shape)}, "
+            f"got {tuple(linear_weight.shape)}"
+        )
+    classes = linear_weight.shape[0]
+    if linear_bias is not None and linear_bias.shape != (classes,):
+        raise ValueError(
+            f"linear_bias must have shape ({classes},) for linear_weight of shape {tuple(linear_weight.shape)}, "
+            f"got {tuple(linear_bias.shape)}"
+        )
+    rows = input.shape[:-1]
+    wanted = {"target": rows if target.dtype in INDEX_DTYPES else (*rows, classes), "sample_weight": rows}
+    for name, shape in wanted.items():
+        value = tensors.get(name)
+        if value is not None and value.shape != shape:
+            raise ValueError(
+                f"{name} must have shape {tuple(shape)} for input of shape {tuple(input.shape)} and linear_weight of shape "
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+            )
+
+
+def linear_cross_entropy(
+    input: Tensor,  # (D), (N, D) or (..., D)
+    linear_weight: Tensor,  # (C, D)
+    target: Tensor,  # (), (N) or (...), or probabilities (..., C)
+    *,
+    linear_bias: Tensor | None = None,  # (C)
+    weight: Tensor | None = None,  # (C)
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    options: object = None,
+    sample_weight: Tensor | None = None,  # shaped like the labels
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    bias: Tensor | None = None,  # (C)
+    normalizer: float | Tensor | None = None,
+    check_labels: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Cross-entropy of a linear layer's output; a drop-in for `torch.nn.functional.linear_cross_entropy`.
+
+    .. math:: L = \mathrm{CE}(h W^\top + b,\ y)
+
+    The logits **are stored** in this version: it saves no memory over a linear layer followed by `cross_entropy`.
+
+    Args:
+        input: features :math:`h`.
+        linear_weight: weight :math:`W` of the layer, a row for each class.
+        target: class indices (uint8, int16, int32 or int64) shaped like `input` without its last dimension, or class
+            probabilities with the classes in the last one.
+        linear_bias: bias :math:`b` of the layer.
+        weight: class weights, torch's meaning.
+        reduction: "mean", "sum", "none" or "above_zero".
+        ignore_index: label of rows that do not count; None is -100.
+        label_smoothing: mass spread uniformly over all C classes.
+        options: tunes torch's chunking; accepted so that calls of torch's function work unchanged, and without effect.
+        sample_weight, temperature, softcap, z_loss, bias, normalizer, check_labels: as in `cross_entropy`.
+        backend: of the row loss, as in `cross_entropy`.
+
+    **Convention**
+
+    - the value and everything unsaid is `cross_entropy` of ``torch.nn.functional.linear(input, linear_weight, linear_bias)``.
+    - the logits have input's dtype (autocast's under autocast), so half precision rounds them once; the loss is float32.
+    - `linear_weight` is (C, D) alone; torch's (C, d1, ..., D) form is not taken.
+    - the module takes `linear_weight` in each call; torch's module owns one.
+
+    Paper: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", for the form of the call.
+
+    >>> h, w = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> linear_cross_entropy(h, w, torch.tensor([0, 1]))
+    tensor(0.2395)
+    """
+    return reference(
+        input, linear_weight, target, loss=cross_entropy, linear_bias=linear_bias, weight=weight, reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index, label_smoothing=label_smoothing,
+        sample_weight=sample_weight, temperature=temperature, softcap=softcap, z_loss=z_loss, bias=bias, normalizer=normalizer,
+        check_labels=check_labels, backend=backend,
+    )  # fmt: skip
+
+
+def linear_hem_loss(
+    input: Tensor,  # (D), (N, D) or (..., D)
+    linear_weight: Tensor,  # (C, D)
+    target: Tensor,  # (), (N) or (...)
+    *,
+    linear_bias: Tensor | None = None,  # (C)
+    margin: float | Tensor = 1.0,  # or (C)
+    power: float = 1.0,
+    delta: float = 1e-4,
+    margin_index: str = "logit",
+    threshold: bool = True,
+    above_zero: bool = True,
+    weight: Tensor | None = None,  # (C)
+    sample_weight: Tensor | None = None,  # shaped like target
+    ignore_index: int = -100,
+    reduction: str = "above_zero",
+    normalizer: float | Tensor | None = None,
+    check_labels: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""High error margin loss of a linear layer's output.
+
+    .. math:: L = \mathrm{HEM}(h W^\top + b,\ y)
+
+    The logits **are stored** in this version: it saves no memory over a linear layer followed by `hem_loss`.
+
+    Args:
+        input: features :math:`h`.
+        linear_weight: weight :math:`W` of the layer, a row for each class.
+        target: class indices (uint8, int16, int32 or int64) shaped like `input` without its last dimension.
+        linear_bias: bias :math:`b` of the layer.
+        margin, power, delta, margin_index, threshold, above_zero: as in `hem_loss`.
+        weight, sample_weight, ignore_index, reduction, normalizer, check_labels: as in `cross_entropy`.
+        backend: of the row loss, as in `cross_entropy`.
+
+    **Convention**: as `linear_cross_entropy`, with `hem_loss` in place of `cross_entropy`.
+
+    Paper: "A Margin-Based Replacement for Cross-Entropy Loss", equations (1), (2).
+
+    >>> h, w = torch.tensor([[1.0, 0.5]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [-3.0, 0.0], [0.0, 0.5]])
+    >>> linear_hem_loss(h, w, torch.tensor([0]))
+    tensor(0.3750)
+    """
+    return reference(
+        input, linear_weight, target, loss=hem_loss, linear_bias=linear_bias, margin=margin, power=power, delta=delta,
+        margin_index=margin_index, threshold=threshold, above_zero=above_zero, weight=weight, sample_weight=sample_weight,
+        ignore_index=ignore_index, reduction=reduction, normalizer=normalizer, check_labels=check_labels, backend=backend,
+    )  # fmt: skip
+
+
+def linear_loss(
+    input: Tensor,  # (D), (N, D) or (..., D)
+    linear_weight: Tensor,  # (C, D)
+    target: Tensor,  # (), (N) or (...)
+    *,
+    loss: str = "focal",
+    linear_bias: Tensor | None = None,  # (C)
+    backend: str | None = None,
+    **loss_arguments: Any,
+) -> Tensor:
+    r"""Any softmax- or margin-family loss of a linear layer's output, by name.
+
+    .. math:: L = \mathrm{loss}(h W^\top + b,\ y)
+
+    The logits **are stored** in this version: it saves no memory over a linear layer followed by the loss.
+
+    Args:
+        input: features :math:`h`.
+        linear_weight: weight :math:`W` of the layer, a row for each class.
+        target: class indices shaped like `input` without its last dimension, or what else the loss takes.
+        loss: name of a loss with labels in `pylosses.LOSSES`, of family "softmax" or "margin".
+        linear_bias: bias :math:`b` of the layer.
+        backend: of the row loss, as in `cross_entropy`.
+        loss_arguments: the keyword arguments of that loss; `weight` are class weights.
+
+    **Convention**: as `linear_cross_entropy`, with the named loss in place of `cross_entropy`.
+
+    Paper: of the named loss.
+
+    >>> h, w = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> linear_loss(h, w, torch.tensor([0, 1]), loss="focal", gamma=2.0)
+    tensor(0.0109)
+    """
+    return reference(
+        input, linear_weight, target, loss=_row_loss(loss), linear_bias=linear_bias, backend=backend, **loss_arguments
+    )
+
+
+def _row_loss(name: str) -> Callable[..., Tensor]:
+    """The public function of a loss in the table."""
+    known = {s.name: s for s in LOSSES.values() if s.family in ("softmax", "margin") and s.inputs == "labelled"}
+    spec = known.get(name)
+    if spec is None:
+        raise ValueError(f"loss must be one of {', '.join(map(repr, known))}, got {name!r}")
+    return getattr(sys.modules[spec.reference.__module__], spec.function)  # a loss and its reference share a file
+
+
+LinearCrossEntropyLoss = module_of(linear_cross_entropy, "LinearCrossEntropyLoss")
+LinearHEMLoss = module_of(linear_hem_loss, "LinearHEMLoss")
+
+register(
+    LossSpec(
+        name="linear_cross_entropy",
+        function="linear_cross_entropy",
+        module="LinearCrossEntropyLoss",
+        family="linear",
+        inputs="own",
+        reference=reference,
+        drivers=("linear",),
+        samples=({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "weight": PerClass(0.2, 2.0)}),
+        paper="Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models",
+    )
+)
+register(
+    LossSpec(
+        name="linear_hem",
+        function="linear_hem_loss",
+        module="LinearHEMLoss",
+        family="linear",
+        inputs="own",
+        reference=reference,
+        drivers=("linear",),
+        samples=({}, {"margin": PerClass(0.2, 2.0), "power": 0.5}),
+        paper="A Margin-Based Replacement for Cross-Entropy Loss, eq. (1)-(2)",
+        default_reduction="above_zero",
+    )
+)
+register(
+    LossSpec(
+        name="linear",
+        function="linear_loss",
+        module=None,
+        family="linear",
+        inputs="own",
+        reference=reference,
+        drivers=("linear",),
+        samples=({"loss": "focal", "gamma": 2.0}, {"loss": "hem", "margin": 0.5}),
+        paper="of the named loss",
+    )
+)

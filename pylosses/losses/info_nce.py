@@ -1,0 +1,92 @@
+"""Symmetric InfoNCE of two batches of vectors whose equal rows belong together.
+
+U = norm(a) norm(b)^T / temperature          L_i = (CE(U_i, i) + CE(U^T_i, i)) / 2
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import check
+from ..module import module_of
+from ..spec import LossSpec, register
+from ._own import REDUCTIONS, full_precision, only_reference, reduced, temperature_of, unit, vectors
+
+
+def reference(a: Tensor, b: Tensor, *, temperature: float | Tensor, symmetric: bool, label_smoothing: float) -> Tensor:
+    """(N) losses."""
+    with full_precision(a):
+        similarity = unit(a) @ unit(b).T / temperature
+    value = _smoothed_nll(similarity, label_smoothing)
+    return (value + _smoothed_nll(similarity.T, label_smoothing)) / 2 if symmetric else value
+
+
+def _smoothed_nll(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy of each row of (N, N) with its own index."""
+    logp = torch.log_softmax(logits, dim=1)
+    value = -logp.diagonal()
+    if label_smoothing > 0:
+        value = (1 - label_smoothing) * value - label_smoothing / max(len(logp), 1) * logp.sum(dim=1)
+    return value
+
+
+def info_nce_loss(
+    a: Tensor,  # (N, D)
+    b: Tensor,  # (N, D)
+    *,
+    temperature: float | Tensor = 0.07,  # or 0-d
+    symmetric: bool = True,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    r"""Symmetric InfoNCE: each vector must find its partner among all vectors of the other batch.
+
+    .. math::
+        U_{ij} = \frac{\hat a_i \cdot \hat b_j}{T}, \qquad
+        L_i = \tfrac12\left(\mathrm{CE}(U_{i\cdot}, i) + \mathrm{CE}(U_{\cdot i}, i)\right)
+
+    Args:
+        a, b: vectors; row i of one belongs to row i of the other. They are normalised inside.
+        temperature: :math:`T`, above 0: a number, or a 0-d tensor that may require a gradient (T = 1 / scale).
+        symmetric: average both directions; False looks up a in b alone.
+        label_smoothing: mass spread uniformly over all N candidates.
+        reduction: "mean", "sum" or "none" over the N pairs.
+        backend: "reference" or None; others raise with the reason.
+
+    **Convention**
+
+    - the whole (N, N) similarity matrix is stored in this version.
+    - a zero vector has similarity 0 to all others and gradient 0. No pairs give 0.
+    - half precision is computed in float32, also under autocast; the loss is float32, or float64 if an input is.
+
+    Paper: the loss of CLIP, with label smoothing as in Deuser et al., "Sample4Geo".
+
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> info_nce_loss(a, a, temperature=0.5)
+    tensor(0.1269)
+    """
+    a, b = vectors(a=a, b=b)
+    label_smoothing = check.number("label_smoothing", label_smoothing, least=0.0, most=1.0)
+    check.choice("reduction", reduction, REDUCTIONS)
+    only_reference(SPEC, backend)
+    scale = temperature_of(temperature, a)
+    return reduced(reference(a, b, temperature=scale, symmetric=bool(symmetric), label_smoothing=label_smoothing), reduction)
+
+
+InfoNCELoss = module_of(info_nce_loss, "InfoNCELoss")
+
+SPEC = register(
+    LossSpec(
+        name="info_nce",
+        function="info_nce_loss",
+        module="InfoNCELoss",
+        family="contrastive",
+        inputs="own",
+        reference=reference,
+        drivers=("contrastive",),
+        samples=({}, {"temperature": 0.5, "label_smoothing": 0.1}, {"symmetric": False}),
+        paper="Radford et al. 2021, CLIP; Deuser et al. 2023, Sample4Geo",
+    )
+)
