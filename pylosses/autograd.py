@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return self.y, self.soft, self.weight, self.shift, self.factor, self.sample_weight
 
 
-#: backend name -> object with forward(call, x, save) and backward(call, x, totals, stats, grad)
+#: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), statistics(kernel)
 KERNELS: dict[str, Any] = {"cpu": cpu}
 
 
@@ -60,27 +60,27 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
-        loss, totals, stats = KERNELS[call.backend].forward(call, x, True)
+        loss, saved = KERNELS[call.backend].forward(call, x, True)
         # The labels and weights are saved too, so that changing them in place before backward is an error.
-        ctx.save_for_backward(x, totals, stats, call.y, call.soft, call.weight, call.shift, call.factor, call.sample_weight)
+        ctx.save_for_backward(x, saved, call.y, call.soft, call.weight, call.shift, call.factor, call.sample_weight)
         ctx.call = call
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        x, totals, stats = ctx.saved_tensors[:3]
+        x, saved = ctx.saved_tensors[:2]
         if torch.is_grad_enabled():  # create_graph=True
-            return Once.apply(x, grad, totals, stats, ctx.call), None
-        return KERNELS[ctx.call.backend].backward(ctx.call, x, totals, stats, grad), None
+            return Once.apply(x, grad, saved, ctx.call), None
+        return KERNELS[ctx.call.backend].backward(ctx.call, x, saved, grad), None
 
 
 class Once(torch.autograd.Function):
     """A gradient that may be part of a graph but not be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: Tensor, totals: Tensor, stats: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grad: Tensor, saved: Tensor, call: Call) -> Tensor:
         ctx.backend = call.backend
-        return KERNELS[call.backend].backward(call, x, totals, stats, grad)
+        return KERNELS[call.backend].backward(call, x, saved, grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

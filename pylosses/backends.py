@@ -75,8 +75,7 @@ def why_not(name: str, spec: LossSpec, problem: Problem, carrying: str | None) -
     reason = _absent(name) or spec.why_not(name)
     if reason is not None:
         return reason
-    device = problem.x.device.type
-    if name == "cpu" and device != "cpu":
+    if name == "cpu" and problem.x.device.type != "cpu":
         return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
     if problem.x.layout is not torch.strided:
         return f"input has layout {problem.x.layout}; fused kernels take strided tensors"

@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What rounding alone may cost, by the dtype of the statistics, relative to the largest value of the kind of row.
 FLOOR = {torch.float32: 4e-6, torch.float64: 1e-12}
 
-#: The float64 truth is itself rounded: this much of the largest value of the whole case.
+#: The float64 truth is itself rounded: this much of the largest value of the whole case, and of its probabilities of up to 1.
 TRUTH_FLOOR = 256 * torch.finfo(torch.float64).eps
 
 #: How far the reference may be from its own float64 result, relative to the largest value of the case. Half gradients are
@@ -184,7 +184,7 @@ def _compare(check: Check, case: Case, dtype: torch.dtype) -> Outcome | None:
                 step = numbers.smallest_normal * numbers.eps  # float16 gradients of a large batch all but vanish
                 allowed = REFERENCE_BOUND[dtype] + step / scale
             else:
-                allowed = 2 * by_plain + FLOOR[ACCUMULATE[dtype]] + TRUTH_FLOOR * size / scale
+                allowed = 2 * by_plain + FLOOR[ACCUMULATE[dtype]] + TRUTH_FLOOR * max(size, 1.0) / scale
             where = f"{_short(dtype)} {case.text}: {quantity}{f', {kind} rows' if kind else ''}"
             outcome = Outcome(check, 1, error, by_plain, allowed, where, problem)
             if worst is None or _severity(outcome) > _severity(worst):

@@ -19,8 +19,8 @@ _INPUTS = (
     "Tensor x, Tensor? y, Tensor? soft, Tensor? weight, Tensor? shift, Tensor? factor, Tensor? sample_weight, "
     "Tensor? normalizer, str backend, str kernel, float[] scalars, int ignore_index, str reduction"
 )
-torch.library.define("pylosses::forward", f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
-torch.library.define("pylosses::backward", f"(Tensor grad, Tensor totals, Tensor stats, {_INPUTS}) -> Tensor")
+torch.library.define("pylosses::forward", f"({_INPUTS}) -> (Tensor, Tensor)")
+torch.library.define("pylosses::backward", f"(Tensor grad, Tensor saved, {_INPUTS}) -> Tensor")
 
 
 def _call(
@@ -33,31 +33,31 @@ def _call(
 
 
 @torch.library.impl("pylosses::forward", "CompositeExplicitAutograd")
-def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
     return KERNELS[call.backend].forward(call, x, True)
 
 
 @torch.library.register_fake("pylosses::forward")
-def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
     dtype = ACCUMULATE[x.dtype]
     shape = (x.shape[:1] + x.shape[2:] if x.dim() > 1 else ()) if call.reduction == "none" else ()
     rows = 1
     for size in x.shape[:1] + x.shape[2:] if x.dim() > 1 else ():
         rows = rows * size
-    stats = x.new_empty((KERNELS[call.backend].statistics(call.kernel), rows), dtype=dtype)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(2, dtype=torch.float64), stats
+    saved = x.new_empty(2 + rows * KERNELS[call.backend].statistics(call.kernel), dtype=dtype)
+    return x.new_empty(shape, dtype=dtype), saved
 
 
 @torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")
-def _backward(grad: Tensor, totals: Tensor, stats: Tensor, x: Tensor, *rest: Any) -> Tensor:
+def _backward(grad: Tensor, saved: Tensor, x: Tensor, *rest: Any) -> Tensor:
     call = _call(*rest)
-    return KERNELS[call.backend].backward(call, x, totals, stats, grad)
+    return KERNELS[call.backend].backward(call, x, saved, grad)
 
 
 @torch.library.register_fake("pylosses::backward")
-def _backward_fake(grad: Tensor, totals: Tensor, stats: Tensor, x: Tensor, *rest: Any) -> Tensor:
+def _backward_fake(grad: Tensor, saved: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -65,7 +65,7 @@ def _looped(function: Callable[..., Any], batch: int, in_dims: Sequence[Any], in
     """vmap by a loop: each element of the batch is one call."""
     results = []
     for i in range(batch):
-        one = [v.select(d, i) if d is not None else v for v, d in zip(inputs, in_dims, strict=True)]
+        one = [v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims, strict=True)]
         results.append(function(*one))
     if isinstance(results[0], tuple):
         return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
@@ -76,20 +76,20 @@ class Traced(torch.autograd.Function):
     """The ops with their gradient."""
 
     @staticmethod
-    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.pylosses.forward(x, *rest)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, totals, stats = output
-        ctx.mark_non_differentiable(totals, stats)
-        ctx.save_for_backward(totals, stats, *inputs[:8])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1], *inputs[:8])
         ctx.rest = inputs[8:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        totals, stats, *tensors = ctx.saved_tensors
-        return TracedOnce.apply(grad, totals, stats, *tensors, *ctx.rest), *(None,) * 12
+        # While dynamo traces there is no second derivative to guard against.
+        once = torch.ops.pylosses.backward if torch.compiler.is_compiling() else TracedOnce.apply
+        return once(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 12
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], *inputs: Any) -> Any:
@@ -100,12 +100,12 @@ class TracedOnce(torch.autograd.Function):
     """Its gradient, which is not differentiable again."""
 
     @staticmethod
-    def forward(grad: Tensor, totals: Tensor, stats: Tensor, *inputs: Any) -> Tensor:
-        return torch.ops.pylosses.backward(grad, totals, stats, *inputs)
+    def forward(grad: Tensor, saved: Tensor, *inputs: Any) -> Tensor:
+        return torch.ops.pylosses.backward(grad, saved, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backend = inputs[11]
+        ctx.backend = inputs[10]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -71,31 +71,31 @@ def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
     )
 
 
-def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, totals (divisors of the mean) and, if `save`, row statistics (K, rows)."""
+def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+    """Loss and, if `save`, what backward needs: two divisors, then K statistics of every row."""
     dtype = ACCUMULATE[x.dtype]
     shape = x.shape
-    rows = 1 if len(shape) == 1 else x.numel() // shape[1]
     if call.reduction == "none":
         loss = torch.empty(shape[:1] + shape[2:] if len(shape) > 1 else (), dtype=dtype)
     else:
         loss = torch.empty((), dtype=dtype)
-    totals = torch.empty(2, dtype=torch.float64)
-    stats = torch.empty((_LOSSES[call.kernel][1], rows) if save else (0, 0), dtype=dtype)
-    bad = _cpu.forward(*_description(call, x), loss.data_ptr(), totals.data_ptr(), stats.data_ptr() if save else 0)
+    saved = None
+    if save:
+        rows = 1 if len(shape) == 1 else x.numel() // shape[1]
+        saved = torch.empty(2 + rows * _LOSSES[call.kernel][1], dtype=dtype)
+    bad = _cpu.forward(*_description(call, x), loss.data_ptr(), _pointer(saved))
     if bad >= 0:
         assert call.y is not None
         raise bad_label(call.y, bad, shape[1] if len(shape) > 1 else shape[0], call.ignore_index)
-    return loss, totals, stats
+    return loss, saved
 
 
-def backward(call: Call, x: Tensor, totals: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
+def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
     """Gradient with respect to x, in x's dtype and memory format."""
     result = torch.empty_like(x)
-    grad = grad.to(ACCUMULATE[x.dtype]).contiguous()
-    _cpu.backward(
-        *_description(call, x), grad.data_ptr(), totals.data_ptr(), stats.data_ptr(), result.data_ptr(), result.stride()
-    )
+    if grad.dtype != saved.dtype or grad.dim() > 0:
+        grad = grad.to(saved.dtype).contiguous()
+    _cpu.backward(*_description(call, x), grad.data_ptr(), saved.data_ptr(), result.data_ptr(), result.stride())
     return result
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .check import ACCUMULATE, INDEX_DTYPES
+from . import losses
+from .check import ACCUMULATE
+from .losses._own import full_precision
 from .losses.cross_entropy import cross_entropy
 from .losses.hem import hem_loss
 from .module import module_of
@@ -33,7 +35,10 @@ def reference(
 ) -> Tensor:
     """`loss` of the stored logits; all losses of this file are this with one of the row losses."""
     _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
-    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    dtype = torch.float64 if torch.float64 in (input.dtype, linear_weight.dtype) else torch.float32
+    with full_precision(input):
+        bias = None if linear_bias is None else linear_bias.to(dtype)
+        logits = torch.nn.functional.linear(input.to(dtype), linear_weight.to(dtype), bias)
     if input.dim() > 2:  # the row losses have the classes second
         logits = logits.movedim(-1, 1)
         target = target.movedim(-1, 1) if target.is_floating_point() else target
@@ -52,11 +57,9 @@ def _check(
         if value.device != input.device:
             raise ValueError(f"{name} must be on {input.device} like input, got {value.device}")
     for name in ("input", "linear_weight", "linear_bias"):
-        value = tensors.get(name)
-        if value is not None and value.dtype not in ACCUMULATE:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {value.dtype}")
-        if value is not None and value.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
-            raise TypeError(f"{name} must be {input.dtype} like input, got {value.dtype}")
+        given = tensors.get(name)
+        if given is not None and given.dtype not in ACCUMULATE:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {given.dtype}")
     if input.dim() == 0:
         raise ValueError("input must have shape (D), (N, D) or (..., D), got a 0-d tensor")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1] or linear_weight.shape[0] == 0:
@@ -71,13 +74,14 @@ def _check(
             f"got {tuple(linear_bias.shape)}"
         )
     rows = input.shape[:-1]
-    wanted = {"target": rows if target.dtype in INDEX_DTYPES else (*rows, classes), "sample_weight": rows}
+    soft = target.is_floating_point() and target.shape != rows  # a label of the wrong dtype is for the row loss to refuse
+    wanted = {"target": (*rows, classes) if soft else rows, "sample_weight": rows}
     for name, shape in wanted.items():
-        value = tensors.get(name)
-        if value is not None and value.shape != shape:
+        given = tensors.get(name)
+        if given is not None and given.shape != shape:
             raise ValueError(
                 f"{name} must have shape {tuple(shape)} for input of shape {tuple(input.shape)} and linear_weight of shape "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+                f"{tuple(linear_weight.shape)}, got {tuple(given.shape)}"
             )
 
 
@@ -124,7 +128,8 @@ def linear_cross_entropy(
     **Convention**
 
     - the value and everything unsaid is `cross_entropy` of ``torch.nn.functional.linear(input, linear_weight, linear_bias)``.
-    - the logits have input's dtype (autocast's under autocast), so half precision rounds them once; the loss is float32.
+    - logits are float32 for half precision too, also under autocast, or float64 if `input` or `linear_weight` is; so is the
+      loss. Their dtypes may differ; each gradient has the dtype of its tensor.
     - `linear_weight` is (C, D) alone; torch's (C, d1, ..., D) form is not taken.
     - the module takes `linear_weight` in each call; torch's module owns one.
 
@@ -236,7 +241,8 @@ def _row_loss(name: str) -> Callable[..., Tensor]:
     spec = known.get(name)
     if spec is None:
         raise ValueError(f"loss must be one of {', '.join(map(repr, known))}, got {name!r}")
-    return getattr(sys.modules[spec.reference.__module__], spec.function)  # a loss and its reference share a file
+    # A loss that a user registered is not among ours; it lives beside its reference.
+    return getattr(losses, spec.function, None) or getattr(sys.modules[spec.reference.__module__], spec.function)
 
 
 LinearCrossEntropyLoss = module_of(linear_cross_entropy, "LinearCrossEntropyLoss")

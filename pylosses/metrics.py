@@ -68,8 +68,8 @@ def dar(
         count_rejected_correct: also count a rejected sample whose class was correct.
 
     **Convention**: right is "accepted and correct" or "rejected and wrong" (the paper's appendix); `count_rejected_correct`
-    makes every rejection right (its main text). A NaN confidence makes the result NaN. No correct clean sample, or no adversarial
-    sample, raises ValueError. The result is 0-d, float32, or float64 if an input is.
+    makes every rejection right (its main text). A NaN confidence makes the result NaN. No correct clean sample, or no
+    adversarial sample, raises ValueError. The result is 0-d, float32, or float64 if an input is.
 
     Paper: "A Margin-Based Replacement for Cross-Entropy Loss", appendix B.1.2 and section 4.1.3.
 

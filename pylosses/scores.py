@@ -45,7 +45,7 @@ def reference(x: Tensor, *, temperature: float, gen_gamma: float, gen_m: int) ->
         msp=logp_top.exp()[:, 0],
         mls=x_top[:, 0],
         energy=temperature * torch.logsumexp(x / temperature, dim=1),
-        gen=-terms.sum(dim=1),
+        gen=0 - terms.sum(dim=1),
         neg_entropy=(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(dim=1),
         prediction=top[:, 0],
     )

@@ -17,10 +17,6 @@ settings.register_profile(
 settings.load_profile("pylosses")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-
-
 @pytest.fixture(autouse=True)
 def no_backend_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PYLOSSES_BACKEND of the caller must not change what a test tests."""

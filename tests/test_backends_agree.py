@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from cases import DTYPES, IGNORE, KINDS, LABELLED, TARGET_DTYPES, UNLABELLED, Case, case, grid, layouts, name_of, run, upstream_for
+from cases import DTYPES, IGNORE, KINDS, LABELLED, TARGET_DTYPES, UNLABELLED, Case, Result, case, grid, layouts, name_of, run, upstream_for
 from tolerance import agree
 
 import pylosses
@@ -22,9 +22,18 @@ def compare(c: Case, backend: str, what: str) -> None:
     before = c.inputs[0].clone()
     got, plain, truth = run(c, backend, up), run(c, "reference", up), run(c.double(), "reference", up)
     assert torch.equal(before.nan_to_num(1.25), c.inputs[0].nan_to_num(1.25)), f"{what}: the input was modified"
+    same_results(c, what, got, plain, truth)
+
+
+def same_results(c: Case, what: str, got: Result, plain: Result, truth: Result) -> None:
+    __tracebackhide__ = True
     agree(f"{what} loss", got.loss, plain.loss, truth.loss)
     row = 1 if c.inputs[0].dim() > 1 else 0
-    agree(f"{what} gradient", got.grads[0], plain.grads[0], truth.grads[0], row=row)
+    grads = [result.grads[0] for result in (got, plain, truth)]
+    if c.arguments.get("kind") == "sumexp":  # where 1/p - 1 overflows, so does its derivative: no number to agree on
+        over = plain.loss.isinf() if plain.loss.dim() else plain.loss.isinf().expand(c.inputs[0].select(row, 0).shape)
+        grads = [g.masked_fill(over.unsqueeze(row), 0) for g in grads]
+    agree(f"{what} gradient", *grads, row=row)
 
 
 def test_cpu_backend_is_built():
@@ -125,8 +134,7 @@ def test_layouts(spec, sample, backend, dtype, shape):
     for layout, x in layouts(c.inputs[0]):
         what = f"{spec.function}[{layout}]"
         got = run(c._replace(inputs=(x, *c.inputs[1:])), backend, up)
-        agree(f"{what} loss", got.loss, plain.loss, truth.loss)
-        agree(f"{what} gradient", got.grads[0], plain.grads[0], truth.grads[0], row=1)
+        same_results(c, what, got, plain, truth)
         dense = torch.empty_like(x).stride() == x.stride()
         if dense and backend != "reference":
             assert got.grads[0].stride() == x.stride(), f"{what}: gradient strides {got.grads[0].stride()}, input {x.stride()}"

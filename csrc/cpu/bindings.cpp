@@ -167,22 +167,20 @@ void prefer_huge_pages(void* start, size_t bytes) {
   loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
       scalars, reduction, normalizer, threads
 
-int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t totals, uintptr_t stats) {
+int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved) {
   Arguments p = describe(PYL_SHARED_NAMES);
   p.loss_out = reinterpret_cast<void*>(out);
-  p.totals = reinterpret_cast<double*>(totals);
-  p.stats = reinterpret_cast<void*>(stats);
+  p.saved = reinterpret_cast<void*>(saved);
   py::gil_scoped_release unlocked;
   int64_t bad = first_bad_label(p);
   if (bad < 0) chosen.kernels->forward(p);
   return bad;
 }
 
-void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t totals, uintptr_t stats, uintptr_t grad, const Sizes& grad_stride) {
+void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
   Arguments p = describe(PYL_SHARED_NAMES);
   p.grad_out = reinterpret_cast<const void*>(grad_out);
-  p.totals = reinterpret_cast<double*>(totals);
-  p.stats = reinterpret_cast<void*>(stats);
+  p.saved = reinterpret_cast<void*>(saved);
   p.grad = reinterpret_cast<void*>(grad);
   p.grad_layout = layout(shape, grad_stride);
   if (p.rows == 0) return;

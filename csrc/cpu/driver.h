@@ -59,7 +59,7 @@ template <class T>
 struct Context {
   const Problem& p;
   const T *weight, *shift, *factor, *sample;
-  T *out, *stats;
+  T *out, *divisors, *stats;
   Scalars<T> k;
   double base = 1;  // backward: what multiplies every row's gradient besides its sample weight
 
@@ -70,7 +70,8 @@ struct Context {
         factor(static_cast<const T*>(p.factor)),
         sample(static_cast<const T*>(p.sample_weight)),
         out(static_cast<T*>(p.loss_out)),
-        stats(static_cast<T*>(p.stats)) {
+        divisors(static_cast<T*>(p.saved)),
+        stats(p.saved ? divisors + 2 : nullptr) {
     for (int i = 0; i < kMaxScalars; ++i) k.own[i] = static_cast<T>(p.scalars[i]);
     double sum = static_cast<double>(p.classes);
     if (weight) {
@@ -120,8 +121,10 @@ struct Context {
     double mass = sums.mass, extra_mass = sums.extra_mass;
     if (p.normalizer >= 0) mass = extra_mass = p.normalizer;
     if (p.reduction == Reduction::sum) mass = extra_mass = 1;
-    p.totals[0] = mass;
-    p.totals[1] = extra_mass;
+    if (divisors) {
+      divisors[0] = static_cast<T>(mass);
+      divisors[1] = static_cast<T>(extra_mass);
+    }
     *out = static_cast<T>(divide(sums.sum, mass) + divide(sums.extra, extra_mass));
   }
   static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
@@ -130,7 +133,7 @@ struct Context {
   void begin_backward() {
     if (p.reduction == Reduction::none) return;
     double g = *static_cast<const T*>(p.grad_out);
-    double main = p.totals[0] > 0 ? 1 / p.totals[0] : 0, extra = p.totals[1] > 0 ? 1 / p.totals[1] : 0;
+    double main = divisors[0] > 0 ? 1.0 / divisors[0] : 0, extra = divisors[1] > 0 ? 1.0 / divisors[1] : 0;
     bool z = p.loss == id_cross_entropy && p.scalars[3] > 0;
     base = g * (z ? extra : main);
     if (z) k.main = static_cast<T>(extra > 0 ? main / extra : 0);

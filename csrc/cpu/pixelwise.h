@@ -21,7 +21,8 @@ struct Tile {
   int64_t begin = 0, rows = 0, first = 0, count = 0;  // classes [first, first + count) are loaded
   int64_t x_at[kTileRows], grad_at[kTileRows], soft_at[kTileRows], y[kTileRows];
   alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows], scale[kTileRows];
-  RowWeights<T> weights[kTileRows];
+  alignas(64) T w[kTileRows], mass[kTileRows], sample[kTileRows];
+  V sum, sum_mass, sum_extra, sum_sample;  // of the rows emitted since the last flush
 
   static int64_t rows_for(int64_t classes) {
     int64_t n = kTileNumbers / classes / 16 * 16;
@@ -40,18 +41,25 @@ struct Tile {
     begin = begin_, rows = end - begin_;
     for (int64_t r = 0; r < width; ++r) {
       y[r] = r < rows ? c.label(begin + r) : -1;
-      live[r] = y[r] >= 0;
-      weights[r] = y[r] >= 0 ? c.weights(begin + r, y[r]) : RowWeights<T>{0, 0, 0};
-      scale[r] = map.scale;
-      u_label[r] = 0, du_label[r] = 0;
+      RowWeights<T> mine = y[r] >= 0 ? c.weights(begin + r, y[r]) : RowWeights<T>{0, 0, 0};
+      live[r] = y[r] >= 0, w[r] = mine.w, mass[r] = mine.mass, sample[r] = mine.s;
+      scale[r] = map.scale, u_label[r] = 0, du_label[r] = 0;
     }
     places(c.p.x_layout, x_at);
     if (c.p.soft) places(c.p.soft_layout, soft_at);
     if (c.p.grad) places(c.p.grad_layout, grad_at);
     first = count = 0;
+    sum = sum_mass = sum_extra = sum_sample = V{};
   }
   void places(const Layout& l, int64_t* at) const {
-    for (int64_t r = 0; r < rows; ++r) at[r] = l.offset(begin + r);
+    int64_t inner = l.dims ? l.size[l.dims - 1] : 1, step = l.dims ? l.stride[l.dims - 1] : 0;
+    for (int64_t r = 0, place = 0, left = 0; r < rows; ++r, place += step, --left) {
+      if (left == 0) {  // the first row, or the next run of the innermost dimension
+        place = l.offset(begin + r);
+        left = inner - (begin + r) % inner;
+      }
+      at[r] = place;
+    }
   }
   // The distance between neighbouring rows when it is the same for all, else 0.
   int64_t pace(const int64_t* at) const {
@@ -130,36 +138,40 @@ struct Tile {
   bool whole() const { return classes == c.p.classes; }
   bool loaded() const { return whole() && count > 0; }
 
-  // A number of each row's weights as a vector.
   template <class F>
   V gather(int64_t r, F f) const {
     V v{};
     for (int i = 0; i < Lanes<T>::W; ++i) v[i] = f(r + i);
     return v;
   }
-  V label_weight(int64_t r) const {
-    return gather(r, [&](int64_t i) { return weights[i].w; });
+  // Rows r.. of an array over all rows of the problem, 0 past the tile's end.
+  V rows_of(const T* p, int64_t r) const { return r < rows ? beside(p + begin, r, rows) : V{}; }
+  void rows_to(T* p, int64_t r, V v) const {
+    if (r + Lanes<T>::W <= rows) store(p + begin + r, v);
+    else if (r < rows) store_some(p + begin + r, rows - r, v);
   }
+  V saved(int i, int64_t r) const { return rows_of(c.stats + i * c.p.rows, r); }
+  void save(int i, int64_t r, V v) const { rows_to(c.stats + i * c.p.rows, r, v); }
+
   V upstream(int64_t r) const {
-    return gather(r, [&](int64_t i) { return i < rows && live[i] != 0 ? c.upstream(begin + i, weights[i]) : T(0); });
-  }
-  void emit(int64_t r, V loss, V extra, Partial& sums) const {
-    for (int64_t i = 0; i < Lanes<T>::W && r + i < rows; ++i) {
-      if (live[r + i] != 0) c.emit(begin + r + i, weights[r + i], loss[i], extra[i], sums);
-      else c.emit_ignored(begin + r + i);
-    }
-  }
-  void save(int stat, int64_t r, V v) const {
-    for (int64_t i = 0; i < Lanes<T>::W && r + i < rows; ++i) c.stat(stat, begin + r + i) = v[i];
-  }
-  V saved(int stat, int64_t r) const {
-    return gather(r, [&](int64_t i) { return i < rows ? c.stat(stat, begin + i) : T(0); });
+    V g = c.p.reduction == Reduction::none ? rows_of(static_cast<const T*>(c.p.grad_out), r) : splat<V>(static_cast<T>(c.base));
+    return where(load(live + r) != 0, g * load(sample + r), V{});
   }
   // Lanes whose row the reduction counts.
   Int<V> counted(int64_t r, V loss) const {
-    V yes = gather(r, [&](int64_t i) { return live[i] != 0 && c.counted(weights[i], loss[i - r]) ? T(1) : T(0); });
-    return yes != 0;
+    Int<V> on = load(live + r) != 0;
+    return c.p.reduction == Reduction::above_zero ? on & ~(load(sample + r) * loss <= 0) : on;
   }
+  void emit(int64_t r, V loss, V extra) {
+    Int<V> on = counted(r, loss + extra);
+    V s = load(sample + r);
+    if (c.p.reduction == Reduction::none) return rows_to(c.out, r, where(on, s * (loss + extra), V{}));
+    sum += where(on, s * loss, V{});
+    sum_extra += where(on, s * extra, V{});
+    sum_mass += where(on, s * load(mass + r), V{});
+    sum_sample += where(on, s, V{});
+  }
+  void flush(Partial& sums) const { sums.add({sum_of(sum), sum_of(sum_mass), sum_of(sum_extra), sum_of(sum_sample)}); }
 };
 
 // Sums over the classes of a tile in short runs: fewer roundings than one long chain.
@@ -224,8 +236,9 @@ PYL_INLINE SoftmaxRow<typename Lanes<T>::V> tile_row(const Tile<T>& t, int64_t r
   typedef typename Lanes<T>::V V;
   V u = load(t.u_label + r), log_d = log(d), a = (m - u) + log_d;
   a = where(u == infinity<T>(), splat<V>(static_cast<T>(__builtin_nan(""))), a);  // as the softmax of +inf
-  V lse = where(a > 0, (m + log_d) + softplus(-a), u + softplus(a));
-  return {a, lse, splat<V>(1), t.label_weight(r)};
+  SoftmaxRow<V> row = odds(a, load(t.w + r));
+  row.lse = where(a > 0, (m + log_d) + row.nll_miss, u + row.nll);
+  return row;
 }
 
 template <class T>
@@ -293,18 +306,18 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
         if (c.p.soft) {
           V log_d = log(d), lse = m + log_d, mass = load(s.mass + r);
           V extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
-          t.emit(r, mass * ((m - anchor) + log_d) - spread, extra, sums);
+          t.emit(r, mass * ((m - anchor) + log_d) - spread, extra);
         } else {
           SoftmaxRow<V> row = tile_row(t, r, m, d);
           if (smooth) {
             V u = load(t.u_label + r);
             V w = t.gather(r, [&](int64_t i) { return t.live[i] != 0 && c.weight ? c.weight[t.y[i]] : T(1); });
             spread += where(w == 0, V{}, w * (u - anchor));
-            V log_d = log(d), lse = where(row.a > 0, ((m - anchor) + log_d) + softplus(-row.a), (u - anchor) + softplus(row.a));
+            V log_d = log(d), lse = where(row.a > 0, ((m - anchor) + log_d) + row.nll_miss, (u - anchor) + row.nll);
             row.spread = c.k.weight_sum * lse - spread;
           }
           SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, row);
-          t.emit(r, result.loss, result.extra, sums);
+          t.emit(r, result.loss, result.extra);
         }
         if (!c.stats) continue;
         t.save(0, r, m);
@@ -315,6 +328,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
           t.save(3, r, where(d == 0, V{}, load(s.sum_u + r) / d / load(t.scale + r)));
         }
       }
+      t.flush(sums);
     }
   });
 }
@@ -488,18 +502,19 @@ void pixels_margin_forward(const Context<T>& c, Partial& total) {
         });
       });
       for (int64_t r = 0; r < width; r += W) {
-        V x_label = load(t.u_label + r), k = load(count + r), w = t.label_weight(r);
+        V x_label = load(t.u_label + r), k = load(count + r), w = load(t.w + r);
         Int<V> none = k == 0;
         // A row with a NaN, or with every class masked, has no margin to speak of.
         Int<V> bad = (load(nan + r) != 0) | (x_label != x_label) | (none & (x_label == -infinity<T>()));
         V poison = where(bad, splat<V>(static_cast<T>(__builtin_nan(""))), V{});
         MarginResult<V> result = margin_formula<T>(c.p.loss, c.k, MarginRow<V>{load(sum + r) + poison, k, w});
-        t.emit(r, result.loss, V{}, partial);
+        t.emit(r, result.loss, V{});
         if (!c.stats) continue;
         t.save(0, r, load(cut + r));
         t.save(1, r, where(none, poison, result.factor + poison));
         t.save(2, r, load(slopes + r));
       }
+      t.flush(partial);
     }
   });
 }

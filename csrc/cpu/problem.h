@@ -49,9 +49,9 @@ struct Problem {
   double normalizer;  // negative when absent
   int threads;
 
-  void* loss_out;   // (rows) or one number, accumulation type
-  double* totals;   // divisors of the mean: with and without class weights
-  void* stats;      // (K, rows), accumulation type; null when no gradient will be asked for
+  void* loss_out;  // (rows) or one number, accumulation type
+  void* saved;     // two divisors of the mean (with and without class weights), then K x rows statistics, accumulation type;
+                   // null when no gradient will be asked for
 
   const void* grad_out;  // backward only: (rows) or one number
   void* grad;

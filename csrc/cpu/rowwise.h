@@ -229,8 +229,9 @@ SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, double d, double u_label,
   typedef typename Lanes<T>::V V;
   double a = (m - u_label) + __builtin_log(d);
   if (u_label == __builtin_inf()) a = __builtin_nan("");  // as the softmax of +inf
-  double lse = a > 0 ? m + __builtin_log(d) + __builtin_log1p(__builtin_exp(-a)) : u_label + __builtin_log1p(__builtin_exp(a));
-  return {splat<V>(static_cast<T>(a)), splat<V>(static_cast<T>(lse)), splat<V>(1), splat<V>(w)};
+  SoftmaxRow<V> r = odds(splat<V>(static_cast<T>(a)), splat<V>(w));
+  r.lse = a > 0 ? r.nll_miss + static_cast<T>(m + __builtin_log(d)) : r.nll + static_cast<T>(u_label);
+  return r;
 }
 
 // Class probabilities of a row as weights q_j = w_j ((1 - eps) t_j + eps / C).
@@ -311,7 +312,10 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.base(), online.sum, u_label, w.w);
       if (smooth) {
         if (!(c.weight && c.weight[y] == 0)) spread += (c.weight ? c.weight[y] : T(1)) * static_cast<double>(u_label - anchor);
-        r.spread = splat<typename Lanes<T>::V>(static_cast<T>(c.k.weight_sum * (static_cast<double>(r.lse[0]) - anchor) - spread));
+        // lse - anchor, where nothing large is added before it is taken off again
+        double lse = r.a[0] > 0 ? (static_cast<double>(online.base()) - anchor) + __builtin_log(online.sum) + r.nll_miss[0]
+                                : static_cast<double>(u_label - anchor) + r.nll[0];
+        r.spread = splat<typename Lanes<T>::V>(static_cast<T>(c.k.weight_sum * lse - spread));
       }
       auto result = softmax_formula<T>(c.p.loss, c.k, r);
       c.emit(row, w, result.loss[0], result.extra[0], sums);

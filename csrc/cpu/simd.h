@@ -200,17 +200,6 @@ PYL_INLINE V log1p(V x) {
   V u = x + 1, d = u - 1;
   return where(d == 0, x, log(u) * (x / d));
 }
-// log(1 + e^x)
-template <class V>
-PYL_INLINE V softplus(V x) {
-  V positive = where(x > 0, x, V{});
-  return where(x == x, positive + log1p(exp_negative(-absolute(x))), x);
-}
-template <class V>
-PYL_INLINE V sigmoid(V x) {
-  V e = exp_negative(-absolute(x));
-  return where(x >= 0, splat<V>(1), e) / (e + 1);
-}
 template <class V>
 PYL_INLINE V square_root(V x) {
   for (unsigned i = 0; i < sizeof(V) / sizeof(Scalar<V>); ++i) x[i] = __builtin_sqrt(x[i]);

@@ -9,18 +9,17 @@ struct cross_entropy {
   template <class T, class V>
   static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>& k, const SoftmaxRow<V>& r) {
     T eps = k.own[0], each = eps / k.classes, z = k.own[3];
-    V miss = sigmoid(r.a);
     V hit = (1 - eps) * r.w;
     V q = hit + each * k.weight_sum;
-    V loss = hit * softplus(r.a);
+    V loss = hit * r.nll;
     if (eps > 0) loss += each * r.spread;
-    V slope = k.main * q * miss;
-    V label = k.main * (each * (k.weight_sum - r.w) - q * miss);
+    V slope = k.main * q * r.miss;
+    V label = k.main * (each * (k.weight_sum - r.w) - q * r.miss);
     V extra = splat<V>(0);
     if (z > 0) {
       extra = z * r.lse * r.lse;
-      slope += 2 * z * r.lse * miss;
-      label += 2 * z * r.lse * sigmoid(-r.a);
+      slope += 2 * z * r.lse * r.miss;
+      label += 2 * z * r.lse * r.hit;
     }
     return {loss, extra, slope, splat<V>(k.main * each), label};
   }

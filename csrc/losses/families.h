@@ -22,13 +22,26 @@ struct Scalars {
   T main;        // backward: factor of everything but the z-term, whose divisor differs
 };
 
+// A row of the softmax family. The five numbers of the odds come from one exp and one log, see odds().
 template <class V>
 struct SoftmaxRow {
-  V a;       // log odds against the label
-  V lse;     // over all classes
-  V spread;  // sum_j w_j (lse - u_j), for smoothing
-  V w;       // class weight (and factor) of the label, 1 when absent
+  V a;          // log odds against the label
+  V hit, miss;  // p_y and 1 - p_y
+  V nll;        // -log p_y
+  V nll_miss;   // -log(1 - p_y)
+  V lse;        // over all classes
+  V spread;     // sum_j w_j (lse - u_j), for smoothing
+  V w;          // class weight (and factor) of the label, 1 when absent
 };
+
+template <class V>
+PYL_INLINE SoftmaxRow<V> odds(V a, V w) {
+  V zero = splat<V>(0), one = splat<V>(1);
+  V e = exp_negative(-absolute(a)), tail = log1p(e), inverse = 1 / (e + 1);
+  auto against = a >= 0;
+  return {a,    where(against, e, one) * inverse, where(against, one, e) * inverse, where(a > 0, a, zero) + tail,
+          where(a < 0, -a, zero) + tail, zero, one, w};
+}
 
 template <class V>
 struct SoftmaxResult {
@@ -52,11 +65,11 @@ struct MarginResult {
   V factor;
 };
 
-// Every loss that sees the row only through a: L = w f(a).
+// Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope.
 template <class V>
-PYL_INLINE SoftmaxResult<V> through_a(V w, V value, V slope) {
+PYL_INLINE SoftmaxResult<V> through_a(const SoftmaxRow<V>& r, V value, V slope) {
   V zero = splat<V>(0);
-  return {w * value, zero, w * slope, zero, -(w * slope)};
+  return {r.w * value, zero, r.w * slope, zero, -(r.w * slope)};
 }
 
 }  // namespace PYL_ISA

@@ -1,0 +1,137 @@
+"""Named shapes from real use, and inputs of that shape for a loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pylosses.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem size with a name."""
+
+    name: str
+    sizes: tuple[int, ...]
+    kind: str  #: "rows" (N, C), "pixels" (N, C, *), "contrastive" (N, D) or "linear" (N, V, D)
+    what: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"({','.join(map(str, self.sizes))})"
+
+    @property
+    def logits(self) -> int:
+        """How many logits a loss of this shape sees."""
+        if self.kind == "contrastive":
+            return self.sizes[0] ** 2
+        return self.sizes[0] * self.sizes[1] if self.kind == "linear" else math.prod(self.sizes)
+
+    @property
+    def classes(self) -> int:
+        return self.sizes[0] if self.kind == "contrastive" else self.sizes[1]
+
+    def fewer_rows(self, most_logits: int) -> Shape:
+        """The same classes with as many rows (positions) as `most_logits` allows; for comparisons in float64."""
+        first, *rest = self.sizes
+        if self.kind == "contrastive":
+            return Shape(self.name, (min(first, math.isqrt(most_logits)), *rest), self.kind)
+        if self.kind == "linear":
+            rows = max(4, min(first, most_logits // rest[0]))
+            return Shape(self.name, (rows, *rest), self.kind)
+        sizes = [first, *rest]
+        while math.prod(sizes) > most_logits:  # halve the longest dimension that is not the classes
+            longest = max((d for d in range(len(sizes)) if d != 1), key=lambda d: sizes[d])
+            if sizes[longest] <= 4:
+                break
+            sizes[longest] //= 2
+        return Shape(self.name, tuple(sizes), self.kind)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("cifar", (128, 10), "rows", "CIFAR-10 batch"),
+        Shape("imagenet", (256, 1000), "rows", "ImageNet batch"),
+        Shape("llama", (4096, 32000), "rows", "tokens x Llama 2 vocabulary"),
+        Shape("llama3", (2048, 128256), "rows", "tokens x Llama 3 vocabulary"),
+        Shape("gemma", (512, 256000), "rows", "tokens x Gemma vocabulary"),
+        Shape("cityscapes", (4, 19, 512, 1024), "pixels", "street scenes"),
+        Shape("ade20k", (8, 150, 256, 256), "pixels", "scenes of 150 classes"),
+        Shape("camvid", (12, 12, 360, 480), "pixels", "road scenes"),
+        Shape("medical3d", (1, 4, 96, 96, 96), "pixels", "volume patch"),
+        Shape("contrastive", (4096, 512), "contrastive", "pairs x features"),
+        Shape("linear", (2048, 32000, 1024), "linear", "tokens x vocabulary x features"),
+        Shape("linear-gpt2", (1024, 50257, 768), "linear", "tokens x GPT-2 vocabulary x features"),
+        Shape("llama-quick", (512, 32000), "rows", "tokens x Llama 2 vocabulary, short"),
+        Shape("cityscapes-quick", (1, 19, 512, 1024), "pixels", "one street scene"),
+        Shape("contrastive-quick", (512, 256), "contrastive", "pairs x features, short"),
+        Shape("linear-quick", (512, 8000, 256), "linear", "tokens x vocabulary x features, short"),
+    )
+}
+
+#: Number of classes from 10 to 256k at a fixed number of rows, for the curve of time against classes.
+SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100, 1000, 4096, 16384, 65536, 256000))
+
+QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick")
+FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
+
+#: Losses that run at every shape of a full run; the others run at one shape of each kind.
+MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
+SWEEP_LOSSES = ("cross_entropy", "hem")
+ONE_OF_EACH_KIND = ("imagenet", "llama", "cityscapes", "contrastive", "linear")
+
+NOT_TIMED = {"metric": "a metric of a few numbers, not a loss of logits"}
+
+
+def find(name: str) -> list[Shape]:
+    """Shapes by name, "sweep" for the class sweep, or sizes such as 256x1000."""
+    if name in SHAPES:
+        return [SHAPES[name]]
+    if name == "sweep":
+        return list(SWEEP)
+    if name in {shape.name for shape in SWEEP}:
+        return [shape for shape in SWEEP if shape.name == name]
+    sizes = name.split("x")
+    if len(sizes) >= 2 and all(size.isdecimal() and int(size) > 0 for size in sizes):
+        return [Shape(name, tuple(map(int, sizes)), "rows" if len(sizes) == 2 else "pixels")]
+    raise ValueError(f"unknown shape {name!r}; the shapes are: {', '.join(SHAPES)}, sweep, or sizes such as 256x1000")
+
+
+def fits(spec: LossSpec, shape: Shape) -> bool:
+    """Whether a loss takes inputs of this kind of shape."""
+    if spec.family == "linear":
+        return shape.kind == "linear"
+    if spec.name == "utility_perturbation":
+        return shape.kind == "contrastive"
+    if spec.family == "contrastive":
+        return shape.kind == "contrastive"
+    if spec.family == "region":
+        return shape.kind == "pixels"
+    return shape.kind in ("rows", "pixels") and spec.family not in NOT_TIMED
+
+
+def inputs(spec: LossSpec, shape: Shape, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Positional arguments of a loss, always the same for the same shape."""
+    generator = torch.Generator().manual_seed(shape.logits)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device=device, dtype=dtype)
+
+    def labels(count: tuple[int, ...]) -> Tensor:
+        return torch.randint(0, shape.classes, count, generator=generator).to(device)
+
+    if shape.kind == "linear":
+        n, v, d = shape.sizes
+        return normal(n, d), normal(v, d) / math.sqrt(d), labels((n,))
+    if shape.kind == "contrastive":
+        count = 2 if spec.name == "info_nce" else 3
+        return tuple(normal(*shape.sizes) for _ in range(count))
+    x = normal(*shape.sizes)
+    if spec.inputs != "labelled":
+        return (x,)
+    return x, labels(shape.sizes[:1] + shape.sizes[2:])
