@@ -67,17 +67,17 @@ SHAPES = {
         Shape("contrastive", (4096, 512), "contrastive", "pairs x features"),
         Shape("linear", (2048, 32000, 1024), "linear", "tokens x vocabulary x features"),
         Shape("linear-gpt2", (1024, 50257, 768), "linear", "tokens x GPT-2 vocabulary x features"),
-        Shape("llama-quick", (512, 32000), "rows", "tokens x Llama 2 vocabulary, short"),
+        Shape("llama-quick", (320, 32000), "rows", "tokens x Llama 2 vocabulary, short"),
         Shape("cityscapes-quick", (1, 19, 512, 1024), "pixels", "one street scene"),
         Shape("contrastive-quick", (512, 256), "contrastive", "pairs x features, short"),
-        Shape("linear-quick", (512, 8000, 256), "linear", "tokens x vocabulary x features, short"),
+        Shape("linear-quick", (1024, 10000, 128), "linear", "tokens x vocabulary x features, short"),
     )
 }
 
 #: Number of classes from 10 to 256k at a fixed number of rows, for the curve of time against classes.
 SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100, 1000, 4096, 16384, 65536, 256000))
 
-QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick")
+QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contrastive-quick", "linear-quick")
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
 #: Losses that run at every shape of a full run; the others run at one shape of each kind.

@@ -1,6 +1,6 @@
 """nn.Module twins made from the functions: the same keyword arguments, stored once.
 
-Tensor arguments become buffers, so they follow ``.to(device)`` and are saved in the state dict. Arguments that belong to a
+Tensor arguments become buffers (parameters stay parameters), so they follow ``.to(device)`` and are saved in the state dict. Arguments that belong to a
 batch (sample_weight, mask, ...) may be given to the constructor or to each call.
 """
 
@@ -25,7 +25,7 @@ class LossModule(torch.nn.Module):
         bound.apply_defaults()
         self._names = tuple(bound.arguments)
         for name, value in bound.arguments.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
                 self.register_buffer(name, value)
             else:
                 setattr(self, name, value)

@@ -48,7 +48,7 @@ def row_by_row(spec: LossSpec, sample: int = 0) -> bool:
 
 
 def grid(specs: list[LossSpec], *, reference: bool = True, rows: bool = False) -> list[Any]:
-    """(spec, sample number, backend) for every loss, argument sample and backend that has it; `rows`: row by row losses only."""
+    """(spec, sample number, backend) for every loss, argument sample and backend that has it; `rows`: only losses of rows."""
     return [
         pytest.param(spec, i, *backend.values, marks=backend.marks, id=f"{spec.name}{i}-{backend.id}")
         for spec in specs
@@ -58,7 +58,7 @@ def grid(specs: list[LossSpec], *, reference: bool = True, rows: bool = False) -
     ]
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------------------
+# Rows ------------------------------------------------------------------------------------------------------------------------
 
 
 def _plain(g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def _ignored(g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _special(g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """NaN at the label and at a competitor, +inf at a competitor and at the label, a row of -inf; ordinary rows between them."""
+    """NaN at the label or a competitor, +inf at a competitor or the label, a row of -inf; ordinary rows between them."""
     x, y = 2 * _normal(g, 20, 13), _labels(g, 20, 13)
     rival = (y + 3) % 13
     x[0, y[0]], x[2, rival[2]] = NAN, NAN
@@ -163,7 +163,8 @@ class Case(NamedTuple):
 
     def double(self) -> Case:
         """The same values in float64: the call whose reference result is the truth."""
-        return self._replace(inputs=tuple(map(_double, self.inputs)), arguments={k: _double(v) for k, v in self.arguments.items()})
+        arguments = {k: _double(v) for k, v in self.arguments.items()}
+        return self._replace(inputs=tuple(map(_double, self.inputs)), arguments=arguments)
 
     def shaped(self, *rows: int) -> Case:
         """The R rows arranged as (N, d1, ..., dK) positions: (R, C) -> (N, C, d1, ..., dK), in fresh contiguous memory."""
@@ -228,7 +229,7 @@ def _undecided(x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Tensor:
     return undecided.any(dim=1)
 
 
-# Shapes and memory layouts -------------------------------------------------------------------------------------------------------
+# Shapes and memory layouts ---------------------------------------------------------------------------------------------------
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -247,7 +248,7 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(x: Tensor, margin: list[int], extra: int = 0) -> Tensor:
-    """x as the corner of a bigger tensor, `extra` elements after an aligned address; the rest is NaN, which must never be read."""
+    """x as the corner of a bigger tensor, `extra` elements after an aligned address; the rest is NaN and never to be read."""
     shape = [n + m for n, m in zip(x.shape, margin, strict=True)]
     count = torch.Size(shape).numel()
     big = torch.full((count + extra,), NAN, dtype=x.dtype)[extra:].view(shape)
@@ -260,7 +261,7 @@ def _strided(x: Tensor) -> Tensor:
     return big[(slice(1, None, 2),) * x.dim()].copy_(x)
 
 
-# Losses with inputs of their own -------------------------------------------------------------------------------------------------
+# Losses with inputs of their own ---------------------------------------------------------------------------------------------
 
 
 def _linear(g: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -291,7 +292,7 @@ def own_case(spec: LossSpec, sample: int, dtype: torch.dtype) -> Case:
     return Case(spec, inputs, arguments_of(spec, sample, classes, dtype), classes)
 
 
-# Running -------------------------------------------------------------------------------------------------------------------------
+# Running ---------------------------------------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):

@@ -71,8 +71,10 @@ def check(case: GoldenCase, call: GoldenCall, backend: str, dtype: torch.dtype, 
     exact = all(torch.equal(inputs[k].to(dtype).double(), inputs[k].double()) for k in call.grads if k in inputs)
     exact = exact and all(torch.equal(arguments[k].double(), call.arguments[k]) for k in call.grads if k not in inputs)
     golden_grads = {name: _spatial(case.expected["grad"][key], rows) for name, key in call.grads.items()}
-    golden_loss = case.expected["per_sample"] if reduction == "none" else torch.tensor(case.expected["loss"], dtype=torch.float64)
-    golden_loss = _spatial(golden_loss.double(), rows) if reduction == "none" else golden_loss.double()
+    if reduction == "none":
+        golden_loss = _spatial(case.expected["per_sample"], rows)
+    else:
+        golden_loss = torch.tensor(case.expected["loss"], dtype=torch.float64)
     up = _spatial(case.inputs["upstream"], rows) if reduction == "none" else torch.tensor(1.0)
     if not exact:
         golden_loss, golden_grads = _truth(function, leaves, arguments, call.grads, up)

@@ -6,8 +6,8 @@
 
 Errors are taken row by row, so that a confident row with a tiny gradient is not hidden by the other rows. The floor is what a
 correct kernel cannot avoid: one rounding of the result, some units in the last place of the statistics at the row's magnitude,
-and the error of truth itself, which is only float64. Plain PyTorch may be right by luck in one row: the units are `ULPS`, and up
-to `MOST_ULPS` where plain's own relative error in any row of the case is as large, as it is in ill-conditioned rows.
+and the error of truth itself, which is only float64. Plain PyTorch may be right by luck in one row: the units are `ULPS`, and
+up to `MOST_ULPS` where plain's own relative error in any row of the case is as large, as it is in ill-conditioned rows.
 NaN and infinity must be where truth, rounded to the dtype, has them.
 """
 
@@ -36,7 +36,7 @@ def disagreement(what: str, got: Tensor, plain: Tensor, truth: Tensor, *, row: i
     special = ~rounded.isfinite()
     wrong = special & ~((got == rounded) | (got.isnan() & rounded.isnan()))
     if bool(wrong.any()):
-        return _message(what, "must be exactly that", wrong, got, plain, truth)
+        return _message(what, f"must be that, {int(wrong.sum())} of {wrong.numel()} wrong", wrong, got, plain, truth)
 
     finite = torch.where(special, 0, truth)
     magnitude, plain_error = finite.abs(), torch.where(special, 0, (plain - truth).abs())
@@ -48,9 +48,11 @@ def disagreement(what: str, got: Tensor, plain: Tensor, truth: Tensor, *, row: i
     error = torch.where(error.isnan(), torch.inf, error)
     wrong = ~(error <= allowed)
     if bool(wrong.any()):
-        worst = torch.where(wrong, error / allowed.expand_as(error), 0).argmax()
-        at = f"error {error.reshape(-1)[worst]:.3g} > allowed {allowed.expand_as(error).reshape(-1)[worst]:.3g}"
-        return _message(what, at, torch.zeros_like(wrong).reshape(-1).index_fill(0, worst, True).view_as(wrong), got, plain, truth)
+        allowed = allowed.expand_as(error)
+        worst = torch.where(wrong, error / allowed, 0)
+        worst = wrong & (worst == worst.max())
+        rule = f"error {error[worst][0]:.3g} > allowed {allowed[worst][0]:.3g}, {int(wrong.sum())} of {wrong.numel()} wrong"
+        return _message(what, rule, worst, got, plain, truth)
     return None
 
 
@@ -86,7 +88,8 @@ def close(what: str, got: Tensor, expected: Tensor, *, rtol: float, atol: float 
     bound = atol + rtol * torch.where(special, 0, expected).abs().max()
     wrong = torch.where(special, ~same, ~((got - expected).abs() <= bound))
     if bool(wrong.any()):
-        raise AssertionError(_message(what, f"allowed error {float(bound):.3g}", wrong, got, None, expected))
+        rule = f"allowed error {float(bound):.3g}, {int(wrong.sum())} of {wrong.numel()} wrong"
+        raise AssertionError(_message(what, rule, wrong, got, None, expected))
 
 
 def _message(what: str, rule: str, wrong: Tensor, got: Tensor, plain: Tensor | None, truth: Tensor) -> str:
@@ -94,4 +97,4 @@ def _message(what: str, rule: str, wrong: Tensor, got: Tensor, plain: Tensor | N
     values = f"got {float(got[place])!r}, expected {float(truth[place])!r}"
     if plain is not None:
         values += f", plain PyTorch {float(plain[place])!r}"
-    return f"{what} at {list(place)}: {values} ({rule}; {int(wrong.sum())} of {wrong.numel()} wrong)"
+    return f"{what} at {list(place)}: {values} ({rule})"

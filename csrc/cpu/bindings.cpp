@@ -17,8 +17,8 @@
 
 namespace py = pybind11;
 
-#define PYL_DECLARE(isa) \
-  namespace isa {        \
+#define PYL_DECLARE(isa)                  \
+  namespace isa {                         \
   extern const pylosses::Kernels kernels; \
   }
 PYL_DECLARE(baseline)
@@ -93,8 +93,8 @@ struct Arguments : Problem {
 
 Arguments describe(int loss, int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, uintptr_t y, int y_type,
                    int64_t ignore_index, uintptr_t soft, int soft_dtype, const Sizes& soft_stride, uintptr_t weight,
-                   uintptr_t shift, uintptr_t factor, uintptr_t sample_weight, const std::vector<double>& scalars, int reduction,
-                   double normalizer, int threads) {
+                   uintptr_t shift, uintptr_t factor, uintptr_t sample_weight, const std::vector<double>& scalars,
+                   int reduction, double normalizer, int threads) {
   Arguments p{};
   p.shape = shape;
   p.loss = loss;
@@ -138,10 +138,14 @@ int64_t first_bad(const Problem& p) {
 int64_t first_bad_label(const Problem& p) {
   if (!p.y) return -1;
   switch (p.y_type) {
-    case Index::u8: return first_bad<uint8_t>(p);
-    case Index::i16: return first_bad<int16_t>(p);
-    case Index::i32: return first_bad<int32_t>(p);
-    case Index::i64: return first_bad<int64_t>(p);
+    case Index::u8:
+      return first_bad<uint8_t>(p);
+    case Index::i16:
+      return first_bad<int16_t>(p);
+    case Index::i32:
+      return first_bad<int32_t>(p);
+    case Index::i64:
+      return first_bad<int64_t>(p);
   }
   return -1;
 }
@@ -159,11 +163,11 @@ void prefer_huge_pages(void* start, size_t bytes) {
 #endif
 }
 
-#define PYL_SHARED                                                                                                            \
-  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index,   \
-      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,          \
+#define PYL_SHARED                                                                                                          \
+  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index, \
+      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,        \
       uintptr_t sample_weight, const std::vector<double>&scalars, int reduction, double normalizer, int threads
-#define PYL_SHARED_NAMES                                                                                                      \
+#define PYL_SHARED_NAMES                                                                                                       \
   loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
       scalars, reduction, normalizer, threads
 
@@ -205,11 +209,14 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of pylosses. Called by pylosses/cpu.py with pointers that it has checked.";
   chosen = choose();
   m.def("isa", [] { return std::string(chosen.name); }, "The instruction set in use.");
-  m.def("isas", [] {
-    std::vector<std::string> names;
-    for (const Choice& c : supported()) names.emplace_back(c.name);
-    return names;
-  }, "The instruction sets that this machine and build have.");
+  m.def(
+      "isas",
+      [] {
+        std::vector<std::string> names;
+        for (const Choice& c : supported()) names.emplace_back(c.name);
+        return names;
+      },
+      "The instruction sets that this machine and build have.");
   m.def("losses", &losses, "Name -> (number, saved numbers per row) of every formula.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");

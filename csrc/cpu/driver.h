@@ -19,7 +19,8 @@ enum LossId { PYL_LOSSES(PYL_ID) };
 #undef PYL_ID
 
 #define PYL_FORMULA(name, saved) \
-  case id_##name: return name::row(k, r);
+  case id_##name:                \
+    return name::row(k, r);
 template <class T, class V>
 __attribute__((noinline)) SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
   switch (loss) { PYL_SOFTMAX_LOSSES(PYL_FORMULA) }
@@ -34,9 +35,7 @@ __attribute__((noinline)) MarginResult<V> margin_formula(int loss, const Scalars
 
 inline bool is_margin(int loss) {
 #define PYL_CASE(name, saved) case id_##name:
-  switch (loss) {
-    PYL_MARGIN_LOSSES(PYL_CASE) return true;
-  }
+  switch (loss) { PYL_MARGIN_LOSSES(PYL_CASE) return true; }
 #undef PYL_CASE
   return false;
 }
@@ -88,10 +87,18 @@ struct Context {
     int64_t y = 0;
     if (!p.y) return 0;
     switch (p.y_type) {
-      case Index::u8: y = static_cast<const uint8_t*>(p.y)[row]; break;
-      case Index::i16: y = static_cast<const int16_t*>(p.y)[row]; break;
-      case Index::i32: y = static_cast<const int32_t*>(p.y)[row]; break;
-      case Index::i64: y = static_cast<const int64_t*>(p.y)[row]; break;
+      case Index::u8:
+        y = static_cast<const uint8_t*>(p.y)[row];
+        break;
+      case Index::i16:
+        y = static_cast<const int16_t*>(p.y)[row];
+        break;
+      case Index::i32:
+        y = static_cast<const int32_t*>(p.y)[row];
+        break;
+      case Index::i64:
+        y = static_cast<const int64_t*>(p.y)[row];
+        break;
     }
     return y == p.ignore_index ? -1 : y;
   }
@@ -143,9 +150,7 @@ struct Context {
     return static_cast<T>(g * w.s);
   }
   // Rows that the reduction left out have no gradient.
-  bool counted(const RowWeights<T>& w, T loss) const {
-    return p.reduction != Reduction::above_zero || !(w.s * loss <= 0);
-  }
+  bool counted(const RowWeights<T>& w, T loss) const { return p.reduction != Reduction::above_zero || !(w.s * loss <= 0); }
 };
 
 // Memory for one thread's tiles, aligned to cache lines.

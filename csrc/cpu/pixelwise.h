@@ -1,6 +1,6 @@
 // Driver for short rows and for (N, C, *): lanes run across rows, the loop runs over classes.
-// A tile of rows is copied, converted and transposed if need be, to [class][row] in the cache; every pass then works on the tile.
-// When all classes do not fit, the tile is a block of classes and statistics go on from block to block.
+// A tile of rows is copied, converted and transposed if need be, to [class][row] in the cache; every pass then works on the
+// tile. When all classes do not fit, the tile is a block of classes and statistics go on from block to block.
 #pragma once
 #include "cpu/rowwise.h"
 
@@ -8,6 +8,21 @@ namespace PYL_ISA {
 
 constexpr int64_t kTileRows = 256;
 constexpr int64_t kTileNumbers = 32768;
+
+// Where the rows of a tile lie: evenly spaced, or each at a place of its own when a tile spans several runs of memory.
+struct Places {
+  bool regular;
+  int64_t base, step, at[kTileRows];
+
+  void find(const Layout& l, int64_t begin, int64_t rows) {
+    int64_t inner = l.dims ? l.size[l.dims - 1] : 1;
+    regular = begin % inner + rows <= inner;
+    base = l.offset(begin);
+    step = l.dims ? l.stride[l.dims - 1] : 1;
+    if (!regular)
+      for (int64_t r = 0; r < rows; ++r) at[r] = l.offset(begin + r);
+  }
+};
 
 // Rows [begin, begin + rows) of the problem: where they lie, their labels and weights, and a tile of their logits.
 template <class T>
@@ -19,7 +34,8 @@ struct Tile {
   int64_t classes;  // classes of a block
   Scratch<T> tile, slopes, soft;
   int64_t begin = 0, rows = 0, first = 0, count = 0;  // classes [first, first + count) are loaded
-  int64_t x_at[kTileRows], grad_at[kTileRows], soft_at[kTileRows], y[kTileRows];
+  Places x_at, grad_at, soft_at;
+  int64_t y[kTileRows];
   alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows], scale[kTileRows];
   alignas(64) T w[kTileRows], mass[kTileRows], sample[kTileRows];
   V sum, sum_mass, sum_extra, sum_sample;  // of the rows emitted since the last flush
@@ -39,44 +55,54 @@ struct Tile {
 
   void seek(int64_t begin_, int64_t end) {
     begin = begin_, rows = end - begin_;
+    read_labels();
+    bool weighted = c.weight || c.factor || c.sample;
     for (int64_t r = 0; r < width; ++r) {
-      y[r] = r < rows ? c.label(begin + r) : -1;
-      RowWeights<T> mine = y[r] >= 0 ? c.weights(begin + r, y[r]) : RowWeights<T>{0, 0, 0};
-      live[r] = y[r] >= 0, w[r] = mine.w, mass[r] = mine.mass, sample[r] = mine.s;
+      live[r] = w[r] = mass[r] = sample[r] = y[r] >= 0;
       scale[r] = map.scale, u_label[r] = 0, du_label[r] = 0;
     }
-    places(c.p.x_layout, x_at);
-    if (c.p.soft) places(c.p.soft_layout, soft_at);
-    if (c.p.grad) places(c.p.grad_layout, grad_at);
+    for (int64_t r = 0; weighted && r < rows; ++r) {
+      if (y[r] < 0) continue;
+      RowWeights<T> mine = c.weights(begin + r, y[r]);
+      w[r] = mine.w, mass[r] = mine.mass, sample[r] = mine.s;
+    }
+    x_at.find(c.p.x_layout, begin, rows);
+    if (c.p.soft) soft_at.find(c.p.soft_layout, begin, rows);
+    if (c.p.grad) grad_at.find(c.p.grad_layout, begin, rows);
     first = count = 0;
     sum = sum_mass = sum_extra = sum_sample = V{};
   }
-  void places(const Layout& l, int64_t* at) const {
-    int64_t inner = l.dims ? l.size[l.dims - 1] : 1, step = l.dims ? l.stride[l.dims - 1] : 0;
-    for (int64_t r = 0, place = 0, left = 0; r < rows; ++r, place += step, --left) {
-      if (left == 0) {  // the first row, or the next run of the innermost dimension
-        place = l.offset(begin + r);
-        left = inner - (begin + r) % inner;
-      }
-      at[r] = place;
+  // y: the label of each row, -1 where there is none that counts.
+  void read_labels() {
+    for (int64_t r = rows; r < width; ++r) y[r] = -1;
+    if (!c.p.y) {
+      for (int64_t r = 0; r < rows; ++r) y[r] = 0;
+      return;
+    }
+    switch (c.p.y_type) {
+      case Index::u8: return read_labels(static_cast<const uint8_t*>(c.p.y) + begin);
+      case Index::i16: return read_labels(static_cast<const int16_t*>(c.p.y) + begin);
+      case Index::i32: return read_labels(static_cast<const int32_t*>(c.p.y) + begin);
+      case Index::i64: return read_labels(static_cast<const int64_t*>(c.p.y) + begin);
     }
   }
-  // The distance between neighbouring rows when it is the same for all, else 0.
-  int64_t pace(const int64_t* at) const {
-    if (rows < 2) return 1;
-    int64_t d = at[1] - at[0];
-    for (int64_t r = 2; r < rows; ++r)
-      if (at[r] - at[r - 1] != d) return 0;
-    return d;
+  template <class I>
+  void read_labels(const I* labels) {
+    for (int64_t r = 0; r < rows; ++r) y[r] = labels[r] == c.p.ignore_index ? -1 : static_cast<int64_t>(labels[r]);
   }
-  void load_block(Dtype dtype, const void* base, const Layout& l, const int64_t* at, T* out) const {
-    int64_t step = pace(at);
+  void load_block(Dtype dtype, const void* base, const Layout& l, const Places& at, T* out) const {
+    int64_t bytes = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
     for (int64_t j = 0; j < count; ++j, out += width) {
       int64_t shift = (first + j) * l.class_stride;
-      if (step)
-        load_as(dtype, base, at[0] + shift, step, rows, out);
-      else
-        for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at[r] + shift, 1, 1, out + r);
+      if (at.regular) {
+        load_as(dtype, base, at.base + shift, at.step, rows, out);
+        // The same class of the next tile: the processor cannot follow as many streams as there are classes.
+        const char* next = static_cast<const char*>(base) + (at.base + shift + rows * at.step) * bytes;
+        if (at.step == 1)
+          for (int64_t b = 0; b < rows * bytes; b += 64) __builtin_prefetch(next + b);
+      } else {
+        for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at.at[r] + shift, 1, 1, out + r);
+      }
       for (int64_t r = rows; r < width; ++r) out[r] = 0;
     }
   }
@@ -95,8 +121,9 @@ struct Tile {
         V x = load(at(j, r)), u = x, s = load(scale + r), du = s;
         if (map.cap > 0) {
           V t = tanh(x / map.cap, du);
-          u = where(x == -infinity<T>(), x, map.cap * t);
-          du *= s;
+          Int<V> masked = x == -infinity<T>();  // stays masked
+          u = where(masked, x, map.cap * t);
+          du = where(masked, splat<V>(1), du) * s;
           store(slopes.data + j * width + r, du);
         }
         u *= s;
@@ -123,16 +150,33 @@ struct Tile {
       for (int64_t r = 0; r < width; ++r) soft.data[j * width + r] = w * ((1 - eps) * soft.data[j * width + r] + each);
     }
   }
-  void store_gradient() {
+  // The gradient's own memory for class j of the block, or null when it must go through the tile.
+  T* gradient(int64_t j) const {
+    bool same = c.p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64);
+    if (!same || !grad_at.regular || grad_at.step != 1) return nullptr;
+    return static_cast<T*>(c.p.grad) + grad_at.base + (first + j) * c.p.grad_layout.class_stride;
+  }
+  PYL_INLINE void put(T* out, int64_t j, int64_t r, V v) {
+    if (!out) store(at(j, r), v);
+    else if (r + Lanes<T>::W <= rows) store(out + r, v);
+    else if (r < rows) store_some(out + r, rows - r, v);
+  }
+  // Ends a block: the labels' own derivatives, and whatever is still in the tile.
+  void finish_gradient(const T* label) {
+    for (int64_t r = 0; label && r < rows; ++r) {
+      if (y[r] < first || y[r] >= first + count) continue;
+      T* out = gradient(y[r] - first);
+      *(out ? out + r : at(y[r] - first, r)) = label[r];
+    }
+    if (count == 0 || gradient(0)) return;
     const Layout& l = c.p.grad_layout;
-    int64_t step = pace(grad_at);
     const T* in = tile.data;
     for (int64_t j = 0; j < count; ++j, in += width) {
       int64_t shift = (first + j) * l.class_stride;
-      if (step)
-        store_as(c.p.dtype, in, rows, c.p.grad, grad_at[0] + shift, step);
+      if (grad_at.regular)
+        store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
       else
-        for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at[r] + shift, 1);
+        for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at.at[r] + shift, 1);
     }
   }
   bool whole() const { return classes == c.p.classes; }
@@ -191,7 +235,54 @@ PYL_INLINE V sum_over(int64_t count, F f) {
 template <class T>
 struct TileStatistics {
   typedef typename Lanes<T>::V V;
-  alignas(64) T max[kTileRows], sum[kTileRows], sum_u[kTileRows], spread[kTileRows], mass[kTileRows], anchor[kTileRows], length[kTileRows];
+  // m, sum, sum_u and top as in OnlineSum, for every row; spread and mass for smoothing and soft targets
+  alignas(64) T m[kTileRows], sum[kTileRows], sum_u[kTileRows], top[kTileRows];
+  alignas(64) T spread[kTileRows], mass[kTileRows], rest[kTileRows], length[kTileRows];
+
+  void reset(int64_t width) {
+    for (int64_t r = 0; r < width; ++r) sum[r] = sum_u[r] = 0, top[r] = -infinity<T>();
+  }
+  // Adds the block that `t` holds, rows r..
+  void block(Tile<T>& t, int64_t r, bool with_u) {
+    V base = load(m + r), total = load(sum + r), total_u = load(sum_u + r), largest = load(top + r), part, part_u{};
+    auto pass = [&] {
+      part = sum_over<V>(t.count, [&](int64_t j) {
+        V u = load(t.at(j, r));
+        largest = larger(u, largest);
+        return exp_below(u - base);
+      });
+      if (with_u)
+        part_u = sum_over<V>(t.count, [&](int64_t j) {
+          V u = load(t.at(j, r));
+          return where(u == -infinity<T>(), V{}, exp_below(u - base) * u);
+        });
+    };
+    pass();
+    Int<V> low = largest > base + OnlineSum<T>::kAbove;
+    if (any(low)) {
+      V better = where(low, largest, base), shrink = where(low, exp_below(base - better), splat<V>(1));
+      base = better, total *= shrink, total_u *= shrink;
+      pass();
+    }
+    store(m + r, base);
+    store(sum + r, total + part);
+    store(sum_u + r, total_u + part_u);
+    store(top + r, largest);
+  }
+  // Ends the rows, with m the largest u of each. False when some m was so far above that its sum lost digits: start again from here.
+  bool done(const Tile<T>& t) {
+    bool again = false;
+    for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
+      V base = load(m + r), largest = load(top + r), total = load(sum + r);
+      Int<V> usable = (load(t.live + r) != 0) & (largest != -infinity<T>()) & (total == total);
+      again |= any(usable & (largest < base - OnlineSum<T>::kBelow));
+      V centre = where(usable, exp_below(base - largest), splat<V>(1));
+      store(sum + r, total * centre);
+      store(sum_u + r, load(sum_u + r) * centre);
+      store(m + r, where(usable, largest, base));
+    }
+    return !again;
+  }
 };
 
 // |x| of every row, masked classes left out, by way of the largest entry: nothing overflows.
@@ -232,13 +323,55 @@ void set_norm_scale(Tile<T>& t, const T* length) {
 }
 
 template <class T>
-PYL_INLINE SoftmaxRow<typename Lanes<T>::V> tile_row(const Tile<T>& t, int64_t r, typename Lanes<T>::V m, typename Lanes<T>::V d) {
+PYL_INLINE SoftmaxRow<typename Lanes<T>::V> tile_row(const Tile<T>& t, int64_t r, typename Lanes<T>::V m,
+                                                     typename Lanes<T>::V d) {
   typedef typename Lanes<T>::V V;
   V u = load(t.u_label + r), log_d = log(d), a = (m - u) + log_d;
   a = where(u == infinity<T>(), splat<V>(static_cast<T>(__builtin_nan(""))), a);  // as the softmax of +inf
   SoftmaxRow<V> row = odds(a, load(t.w + r));
   row.lse = where(a > 0, (m + log_d) + row.nll_miss, u + row.nll);
   return row;
+}
+
+// sum_j q_j (lse - u_j) of every row, as block_spread; for soft targets q's own sum too.
+template <class T>
+void tile_spread(Tile<T>& t, TileStatistics<T>& s) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  const Context<T>& c = t.c;
+  for (int64_t r = 0; r < t.width; r += W) {
+    V m = load(s.m + r), log_d = log(load(s.sum + r)), u = load(t.u_label + r), rest = log_d;
+    if (!c.p.soft) {
+      SoftmaxRow<V> row = tile_row(t, r, m, load(s.sum + r));
+      rest = where(row.a > 0, log_d + row.nll_miss, (u - m) + row.nll);
+    }
+    V w = t.gather(r, [&](int64_t i) { return c.weight && t.y[i] >= 0 ? c.weight[t.y[i]] : T(1); });
+    store(s.rest + r, rest);
+    store(s.spread + r, c.p.soft ? V{} : where(w == 0, V{}, w * ((m - u) + rest)));  // the label, which is not in the tile
+    store(s.mass + r, V{});
+  }
+  for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+    if (!t.loaded()) {
+      t.load_raw(block), t.apply_map();
+      if (!c.p.soft) t.lift_labels();
+    }
+    if (c.p.soft) t.load_soft();
+    for (int64_t r = 0; r < t.width; r += W) {
+      V m = load(s.m + r), rest = load(s.rest + r);
+      V y = t.gather(r, [&](int64_t i) { return static_cast<T>(t.y[i] - t.first); });
+      store(s.spread + r, load(s.spread + r) + sum_over<V>(t.count, [&](int64_t j) {
+                            V d = (m - load(t.at(j, r))) + rest;
+                            if (c.p.soft) {
+                              V q = load(t.soft.data + j * t.width + r);
+                              return where(q == 0, V{}, q * d);
+                            }
+                            T w = c.weight ? c.weight[t.first + j] : 1;
+                            return w == 0 ? V{} : where(y == static_cast<T>(j), V{}, w * d);
+                          }));
+      if (c.p.soft)
+        store(s.mass + r, load(s.mass + r) + sum_over<V>(t.count, [&](int64_t j) { return load(t.soft.data + j * t.width + r); }));
+    }
+  }
 }
 
 template <class T>
@@ -252,70 +385,47 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
     TileStatistics<T> s;
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
-      for (int64_t r = 0; r < width; ++r) s.max[r] = -infinity<T>(), s.sum[r] = s.sum_u[r] = s.spread[r] = s.mass[r] = 0;
       if (norm) {
         tile_norms(t, s.length);
         set_norm_scale(t, s.length);
       }
-      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
-        if (!t.loaded()) t.load_raw(block);
-        t.apply_map();
-        if (block == 0)  // any finite number near the row will do as the origin of the spread
-          for (int64_t r = 0; r < width; ++r) {
-            T u = *t.at(0, r);
-            s.anchor[r] = u - u == 0 ? u : 0;
-          }
-        if (c.p.soft) t.load_soft();
-        else t.lift_labels();
+      // The first guess at each row's m is its label's logit, and its first logit where that is not to be had.
+      auto first_block = [&] {
         for (int64_t r = 0; r < width; r += W) {
-          V m = load(s.max + r), before = m;
-          for (int64_t j = 0; j < t.count; ++j) m = larger(load(t.at(j, r)), m);
-          V base = where(m == -infinity<T>(), V{}, m);
-          V sum = load(s.sum + r), shrink = where(before == -infinity<T>(), V{}, exp_negative(before - base));
-          sum = where(sum == 0, sum, sum * shrink);
-          store(s.max + r, m);
-          store(s.sum + r, sum + sum_over<V>(t.count, [&](int64_t j) { return exp_negative(load(t.at(j, r)) - base); }));
-          if (norm) {
-            V sum_u = load(s.sum_u + r);
-            sum_u = where(sum_u == 0, sum_u, sum_u * shrink);
-            store(s.sum_u + r, sum_u + sum_over<V>(t.count, [&](int64_t j) {
-                                 V u = load(t.at(j, r));
-                                 return where(u == -infinity<T>(), V{}, exp_negative(u - base) * u);
-                               }));
-          }
-          if (smooth) {
-            V anchor = load(s.anchor + r);
-            V y = t.gather(r, [&](int64_t i) { return static_cast<T>(t.y[i] - t.first); });
-            store(s.spread + r, load(s.spread + r) + sum_over<V>(t.count, [&](int64_t j) {
-                                  V d = load(t.at(j, r)) - anchor;
-                                  if (c.p.soft) {
-                                    V q = load(t.soft.data + j * width + r);
-                                    return where(q == 0, V{}, q * d);
-                                  }
-                                  T w = c.weight ? c.weight[t.first + j] : 1;
-                                  return w == 0 ? V{} : where(y == static_cast<T>(j), V{}, w * d);
-                                }));
-            if (c.p.soft)
-              store(s.mass + r, load(s.mass + r) + sum_over<V>(t.count, [&](int64_t j) { return load(t.soft.data + j * width + r); }));
-          }
+          V u = load(t.u_label + r), v = load(t.at(0, r));
+          V guess = c.p.soft ? v : where(u - u == 0, u, v);
+          guess = where(guess - guess == 0, guess, V{});
+          store(s.m + r, guess);
         }
+      };
+      bool started = false, ready = false;
+      if (!t.whole()) {  // the labels come first: each may lie in any block
+        for (int64_t block = 0; block < c.p.classes; block += t.classes) t.load_raw(block), t.apply_map(), t.lift_labels();
+        t.load_raw(0), t.apply_map(), first_block();
+        started = true, t.count = 0;
       }
+      do {
+        s.reset(width);
+        for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+          if (!ready || !t.whole()) {
+            if (!t.loaded()) t.load_raw(block);
+            t.apply_map();
+            if (!c.p.soft) t.lift_labels();
+            ready = true;
+          }
+          if (!started) first_block(), started = true;
+          for (int64_t r = 0; r < width; r += W) s.block(t, r, norm);
+        }
+      } while (!s.done(t));
+      if (smooth) tile_spread(t, s);
       for (int64_t r = 0; r < width; r += W) {
-        V m = load(s.max + r), d = load(s.sum + r), anchor = load(s.anchor + r), spread = load(s.spread + r);
-        m = where(m == -infinity<T>(), V{}, m);
+        V m = load(s.m + r), d = load(s.sum + r);
         if (c.p.soft) {
-          V log_d = log(d), lse = m + log_d, mass = load(s.mass + r);
-          V extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
-          t.emit(r, mass * ((m - anchor) + log_d) - spread, extra);
+          V lse = m + log(d), extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
+          t.emit(r, load(s.spread + r), extra);
         } else {
           SoftmaxRow<V> row = tile_row(t, r, m, d);
-          if (smooth) {
-            V u = load(t.u_label + r);
-            V w = t.gather(r, [&](int64_t i) { return t.live[i] != 0 && c.weight ? c.weight[t.y[i]] : T(1); });
-            spread += where(w == 0, V{}, w * (u - anchor));
-            V log_d = log(d), lse = where(row.a > 0, ((m - anchor) + log_d) + row.nll_miss, (u - anchor) + row.nll);
-            row.spread = c.k.weight_sum * lse - spread;
-          }
+          if (smooth) row.spread = load(s.spread + r);
           SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, row);
           t.emit(r, result.loss, result.extra);
         }
@@ -341,7 +451,8 @@ void pixels_softmax_backward(const Context<T>& c) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
     Tile<T> t(c);
-    alignas(64) T length[kTileRows], slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows], on[kTileRows];
+    alignas(64) T length[kTileRows], slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows],
+        on[kTileRows];
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
       if (norm) {
@@ -374,10 +485,10 @@ void pixels_softmax_backward(const Context<T>& c) {
             at_label -= norm_drag * x;
           }
         }
-        gain = where(d == 0, V{}, gain / d);
+        gain = where(d == 0, gain * 0, gain / d);  // no other class: nothing to push, unless the row is NaN
         store(slope + r, gain);
         store(pull + r, weight_pull);
-        store(label + r, at_label);
+        store(label + r, where(live != 0, at_label, V{}));
         store(drag + r, norm_drag);
         store(base + r, m);
         store(on + r, live);
@@ -394,20 +505,18 @@ void pixels_softmax_backward(const Context<T>& c) {
           Int<V> live = load(on + r) != 0;
           if (t.map.cap == 0) gain *= s, p *= s;
           for (int64_t j = 0; j < t.count; ++j) {
-            V u = load(t.at(j, r)), g = gain * exp_negative(u - m);
+            T* out = t.gradient(j);
+            V u = load(t.at(j, r)), g = gain * exp_below(u - m);
             if (weights) {
               V q = c.p.soft ? load(t.soft.data + j * width + r) : splat<V>(c.weight ? c.weight[t.first + j] : T(1));
               g -= p * q;
             }
             if (t.map.cap > 0) g *= load(t.slopes.data + j * width + r);
             if (norm) g -= where(u == -infinity<T>(), V{}, d * (u / s));
-            store(t.at(j, r), where(live, g, V{}));
+            t.put(out, j, r, where(live, g, V{}));
           }
         }
-        if (!c.p.soft)
-          for (int64_t r = 0; r < t.rows; ++r)
-            if (t.y[r] >= t.first && t.y[r] < t.first + t.count) *t.at(t.y[r] - t.first, r) = on[r] != 0 ? label[r] : 0;
-        t.store_gradient();
+        t.finish_gradient(c.p.soft ? nullptr : label);
       }
     }
   });
@@ -423,8 +532,7 @@ struct TileErrors {
   bool of_label;
   const T* shift;
 
-  explicit TileErrors(Tile<T>& t)
-      : t(t), h(t.c), of_label(t.c.k.own[3] != 0), shift(of_label ? nullptr : t.c.shift) {}
+  explicit TileErrors(Tile<T>& t) : t(t), h(t.c), of_label(t.c.k.own[3] != 0), shift(of_label ? nullptr : t.c.shift) {}
   V margin(int64_t r) const {
     if (!of_label || !t.c.shift) return splat<V>(h.margin);
     return t.gather(r, [&](int64_t i) { return t.y[i] >= 0 ? t.c.shift[t.y[i]] : T(0); });
@@ -486,18 +594,22 @@ void pixels_margin_forward(const Context<T>& c, Partial& total) {
         }
         errors.each_block([&](int64_t r) {
           V x_label = load(t.u_label + r), mu = errors.margin(r), tr = load(cut + r);
-          V kept_count = load(count + r), kept_slopes = load(slopes + r), bad = load(nan + r);
-          store(sum + r, load(sum + r) + sum_over<V>(t.count, [&](int64_t j) {
-                           V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
-                           Int<V> kept = e >= tr;
-                           kept_count += where(kept, splat<V>(1), V{});
-                           if constexpr (power.value != linear)
-                             kept_slopes += where(kept, errors.h.template slope<power.value>(raw), V{});
-                           bad += where(raw == raw, V{}, splat<V>(1));
-                           return where(kept, e, V{});
-                         }));
+          V kept_count = load(count + r), bad = load(nan + r);
+          auto kept_error = [&](int64_t j) {
+            V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
+            Int<V> kept = e >= tr;
+            kept_count += where(kept, splat<V>(1), V{});
+            bad += where(raw == raw, V{}, splat<V>(1));
+            return where(kept, e, V{});
+          };
+          auto kept_slope = [&](int64_t j) {
+            V raw = errors.raw(j, r, x_label, mu);
+            return where(errors.h.template value<power.value>(raw) >= tr, errors.h.template slope<power.value>(raw), V{});
+          };
+          store(sum + r, load(sum + r) + sum_over<V>(t.count, kept_error));
+          if constexpr (power.value != linear) store(slopes + r, load(slopes + r) + sum_over<V>(t.count, kept_slope));
+          else store(slopes + r, kept_count);
           store(count + r, kept_count);
-          store(slopes + r, power.value == linear ? kept_count : kept_slopes);
           store(nan + r, bad);
         });
       });
@@ -547,16 +659,15 @@ void pixels_margin_backward(const Context<T>& c) {
             V x_label = load(t.u_label + r), mu = errors.margin(r), tr = t.saved(0, r), f = load(factor + r);
             Int<V> bad = f != f;
             for (int64_t j = 0; j < t.count; ++j) {
+              T* out = t.gradient(j);
               V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
               V g = where(e >= tr, f * errors.h.template slope<power.value>(raw), V{});
               if constexpr (power.value != linear) g = where(f == 0, V{}, g);
-              store(t.at(j, r), where(bad, f, g));
+              t.put(out, j, r, where(bad, f, g));
             }
           }
         });
-        for (int64_t r = 0; r < t.rows; ++r)
-          if (t.y[r] >= t.first && t.y[r] < t.first + t.count) *t.at(t.y[r] - t.first, r) = label[r];
-        t.store_gradient();
+        t.finish_gradient(label);
       }
     }
   });

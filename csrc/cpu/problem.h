@@ -9,7 +9,7 @@ enum class Index : int { u8, i16, i32, i64 };
 enum class Reduction : int { none, sum, mean, above_zero };
 enum class Family : int { softmax, margin };
 
-constexpr int kMaxDims = 64;   // torch's own limit
+constexpr int kMaxDims = 64;  // torch's own limit
 constexpr int kMaxScalars = 8;
 
 // Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.

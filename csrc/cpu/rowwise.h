@@ -1,6 +1,6 @@
 // Driver for rows of many classes: lanes run across the classes of one row.
 // A row is read in blocks that stay in the first-level cache between the passes over them; float32 and float64 rows that need
-// no map are read in place. The label splits the row in two segments, so that "the other classes" needs no mask.
+// no map are read in place. The label's own logit is put to -inf for the loops, so that "the other classes" needs no mask.
 #pragma once
 #include "cpu/driver.h"
 
@@ -36,40 +36,18 @@ PYL_INLINE typename Lanes<T>::V beside(const T* p, int64_t i, int64_t n) {
   return i + Lanes<T>::W <= n ? load(p + i) : load_some(p + i, n - i, T(0));
 }
 
+// sum of w (lse - u) with lse = m + rest and 0 * inf = 0; w null is 1. Every term is a true difference: nothing cancels in the sum.
 template <class T>
-T block_max(const T* u, int64_t n) {
-  typedef typename Lanes<T>::V V;
-  V m[4];
-  for (V& v : m) v = splat<V>(-infinity<T>());
-  over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) { m[k] = larger(v, m[k]); });
-  return max_of(larger(larger(m[0], m[1]), larger(m[2], m[3])));
-}
-template <class T>
-double block_sum_exp(const T* u, int64_t n, T m) {
+double block_spread(const T* u, const T* w, int64_t n, T m, T rest) {
   typedef typename Lanes<T>::V V;
   V s[4] = {};
-  over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) { s[k] += exp_negative(v - m); });
-  return sum_of((s[0] + s[1]) + (s[2] + s[3]));
-}
-// sum of e^(u - m) u, where a masked class counts nothing
-template <class T>
-double block_sum_exp_u(const T* u, int64_t n, T m) {
-  typedef typename Lanes<T>::V V;
-  V s[4] = {};
-  over_lanes(u, n, -infinity<T>(),
-             [&](V v, int64_t, int k) { s[k] += where(v == -infinity<T>(), V{}, exp_negative(v - m) * v); });
-  return sum_of((s[0] + s[1]) + (s[2] + s[3]));
-}
-// sum of w (u - anchor), with 0 * -inf = 0; w null is 1
-template <class T>
-double block_spread(const T* u, const T* w, int64_t n, T anchor) {
-  typedef typename Lanes<T>::V V;
-  V s[4] = {};
-  over_lanes(u, n, anchor, [&](V v, int64_t i, int k) {
-    V d = v - anchor;
+  over_lanes(u, n, m + rest, [&](V v, int64_t i, int k) {
+    V d = (m - v) + rest;
     if (w) {
       V weight = beside(w, i, n);
       d = where(weight == 0, V{}, weight * d);
+    } else if (i + Lanes<T>::W > n) {
+      d = where(first_lanes<T>(n - i), d, V{});
     }
     s[k] += d;
   });
@@ -97,8 +75,9 @@ struct Map {
       V u = v, du = splat<V>(scale);
       if (cap > 0) {
         V t = tanh(v / cap, du);
-        u = where(v == -infinity<T>(), v, cap * t);  // a masked class stays masked
-        du *= scale;
+        Int<V> masked = v == -infinity<T>();  // stays masked
+        u = where(masked, v, cap * t);
+        du = where(masked, splat<V>(1), du) * scale;
       }
       if (slope) {
         if (i + Lanes<T>::W <= n) store(slope + i, du);
@@ -132,6 +111,7 @@ struct RowReader {
     load_as(c.p.dtype, c.p.x, at + j * stride, stride, n, buffer);
     return buffer;
   }
+  bool direct(const Map<T>& map) const { return in_place && map.identity(); }
   const T* mapped(const Map<T>& map, int64_t j, int64_t n, T* slope = nullptr) {
     const T* x = raw(j, n);
     if (map.identity()) return x;
@@ -146,11 +126,27 @@ template <class F>
 PYL_INLINE void over_blocks(int64_t begin, int64_t end, F f) {
   for (int64_t j = begin; j < end; j += kBlock) f(j, end - j < kBlock ? end - j : kBlock);
 }
-// The same on every class but y.
-template <class F>
-PYL_INLINE void over_others(int64_t y, int64_t classes, F f) {
-  over_blocks(0, y, f);
-  over_blocks(y + 1, classes, f);
+// Calls f(numbers, first class, count) on the blocks of the seeked row, with -inf in the place of class y.
+template <class T, class F>
+PYL_INLINE void over_others(RowReader<T>& x, const Map<T>& map, int64_t y, F f) {
+  constexpr int64_t W = Lanes<T>::W;
+  int64_t classes = x.c.p.classes;
+  if (!x.direct(map)) {
+    over_blocks(0, classes, [&](int64_t j, int64_t n) {
+      const T* u = x.mapped(map, j, n);
+      if (y >= j && y < j + n) x.buffer[y - j] = -infinity<T>();
+      f(u, j, n);
+    });
+    return;
+  }
+  // Read in place: only the vector that holds the label is copied.
+  int64_t at = y / W * W, end = at + W < classes ? at + W : classes;
+  over_blocks(0, at, [&](int64_t j, int64_t n) { f(x.raw(j, n), j, n); });
+  typename Lanes<T>::V v = end - at == W ? load(x.raw(at, W)) : load_some(x.raw(at, end - at), end - at, -infinity<T>());
+  v[y - at] = -infinity<T>();
+  store(x.buffer, v);
+  f(x.buffer, at, end - at);
+  over_blocks(end, classes, [&](int64_t j, int64_t n) { f(x.raw(j, n), j, n); });
 }
 
 template <class T>
@@ -188,24 +184,75 @@ inline int64_t rows_per_chunk(const Problem& p) {
 
 // ---- softmax ----
 
-// The other classes' log-sum-exp as m + log(d), built block by block.
+// sum of e^(u - m) in one pass, without knowing the largest u before: m is a guess (the label's logit) that may be up to `kAbove`
+// below or `kBelow` above the largest u without loss of precision. A block that shows it too low is done again with a better one.
 template <class T>
 struct OnlineSum {
-  T max = -infinity<T>();
-  double sum = 0, sum_u = 0;  // of e^(u - max) and of e^(u - max) u
+  typedef typename Lanes<T>::V V;
+  static constexpr T kAbove = 20, kBelow = 40;
+  T m;
+  V lanes[4] = {}, lanes_u[4] = {}, max;  // since the last flush; the largest u so far
+  double sum = 0, sum_u = 0;              // of e^(u - m) and, if `with_u`, of e^(u - m) u
+  int64_t since_flush = 0;
+  bool with_u;
 
-  void block(const T* u, int64_t n, bool with_u) {
-    T m = block_max(u, n);
-    if (m > max) {
-      double shrink = max == -infinity<T>() ? 0 : __builtin_exp(static_cast<double>(max) - m);
-      if (sum != 0) sum *= shrink;
-      if (with_u && sum_u != 0) sum_u *= shrink;
-      max = m;
-    }
-    sum += block_sum_exp(u, n, base());
-    if (with_u) sum_u += block_sum_exp_u(u, n, base());
+  OnlineSum(T guess, bool with_u) : m(guess - guess == 0 ? guess : 0), max(splat<V>(-infinity<T>())), with_u(with_u) {}
+
+  void block(const T* u, int64_t n) {
+    if (since_flush + n > 2 * kBlock) flush();
+    since_flush += n;
+    V before[4], before_u[4];
+    for (int k = 0; k < 4; ++k) before[k] = lanes[k], before_u[k] = lanes_u[k];
+    add(u, n);
+    if (!any(max > m + kAbove)) return;
+    T better = max_of(max);
+    double shrink = __builtin_exp(static_cast<double>(m) - better);
+    sum *= shrink, sum_u *= shrink;
+    for (int k = 0; k < 4; ++k) lanes[k] = before[k] * static_cast<T>(shrink), lanes_u[k] = before_u[k] * static_cast<T>(shrink);
+    m = better;
+    add(u, n);
   }
-  T base() const { return max == -infinity<T>() ? 0 : max; }
+  void add(const T* u, int64_t n) {
+    V base = splat<V>(m), top = max, s[4];
+    for (int k = 0; k < 4; ++k) s[k] = lanes[k];
+    if (with_u) {
+      V su[4];
+      for (int k = 0; k < 4; ++k) su[k] = lanes_u[k];
+      over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
+        V e = exp_below(v - base);
+        s[k] += e;
+        su[k] += where(v == -infinity<T>(), V{}, e * v);  // a masked class counts nothing
+        top = larger(v, top);
+      });
+      for (int k = 0; k < 4; ++k) lanes_u[k] = su[k];
+    } else {
+      over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
+        s[k] += exp_below(v - base);
+        top = larger(v, top);
+      });
+    }
+    for (int k = 0; k < 4; ++k) lanes[k] = s[k];
+    max = top;
+  }
+  void flush() {
+    sum += sum_of((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
+    if (with_u) sum_u += sum_of((lanes_u[0] + lanes_u[1]) + (lanes_u[2] + lanes_u[3]));
+    for (int k = 0; k < 4; ++k) lanes[k] = lanes_u[k] = V{};
+    since_flush = 0;
+  }
+  // Ends the row, with m the largest u. False when m was so far above it that the sum lost digits: start again from here.
+  bool done() {
+    flush();
+    T top = max_of(max);
+    if (top == -infinity<T>() || sum != sum) return true;
+    if (top < m - kBelow) {
+      *this = OnlineSum(top, with_u);
+      return false;
+    }
+    double centre = __builtin_exp(static_cast<double>(m) - top);
+    sum *= centre, sum_u *= centre, m = top;
+    return true;
+  }
 };
 
 template <class T>
@@ -256,23 +303,22 @@ struct SoftReader {
 
 template <class T>
 void soft_forward(const Context<T>& c, RowReader<T>& x, SoftReader<T>& target, const Map<T>& map, int64_t row, Partial& sums) {
-  OnlineSum<T> online;
   x.seek(row);
   target.seek(row);
-  T first = *x.mapped(map, 0, 1), anchor = first - first == 0 ? first : 0;  // any finite number near the row will do
-  double mass = 0, spread = 0;
+  OnlineSum<T> online(*x.mapped(map, 0, 1), false);
+  do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.mapped(map, j, n), n); });
+  while (!online.done());
+  double log_d = __builtin_log(online.sum), lse = online.m + log_d, mass = 0, loss = 0;
   over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
     const T *u = x.mapped(map, j, n), *q = target.block(j, n);
-    online.block(u, n, false);
-    spread += block_spread(u, q, n, anchor);
+    loss += block_spread(u, q, n, online.m, static_cast<T>(log_d));
     for (int64_t i = 0; i < n; ++i) mass += q[i];
   });
-  double m = online.base(), log_d = __builtin_log(online.sum), lse = m + log_d;
   RowWeights<T> w = c.weights(row, 0);
   T z = c.k.own[3];
-  c.emit(row, w, static_cast<T>(mass * ((m - anchor) + log_d) - spread), z > 0 ? static_cast<T>(z * lse * lse) : 0, sums);
+  c.emit(row, w, static_cast<T>(loss), z > 0 ? static_cast<T>(z * lse * lse) : 0, sums);
   if (!c.stats) return;
-  c.stat(0, row) = static_cast<T>(m);
+  c.stat(0, row) = online.m;
   c.stat(1, row) = static_cast<T>(online.sum);
   c.stat(2, row) = static_cast<T>(mass);
 }
@@ -300,27 +346,24 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         length = row_norm(x, c.p.classes);
         map.scale = static_cast<T>(1 / (c.k.own[0] * (length + c.p.scalars[1])));
       }
-      T u_label = *x.mapped(map, y, 1), anchor = u_label - u_label == 0 ? u_label : 0;
-      OnlineSum<T> online;
-      double spread = 0;
-      over_others(y, c.p.classes, [&](int64_t j, int64_t n) {
-        const T* u = x.mapped(map, j, n);
-        online.block(u, n, norm);
-        if (smooth) spread += block_spread(u, c.weight ? c.weight + j : nullptr, n, anchor);
-      });
+      T u_label = *x.mapped(map, y, 1);
+      OnlineSum<T> online(u_label, norm);
+      do over_others(x, map, y, [&](const T* u, int64_t, int64_t n) { online.block(u, n); });
+      while (!online.done());
       RowWeights<T> w = c.weights(row, y);
-      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.base(), online.sum, u_label, w.w);
+      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.m, online.sum, u_label, w.w);
       if (smooth) {
-        if (!(c.weight && c.weight[y] == 0)) spread += (c.weight ? c.weight[y] : T(1)) * static_cast<double>(u_label - anchor);
-        // lse - anchor, where nothing large is added before it is taken off again
-        double lse = r.a[0] > 0 ? (static_cast<double>(online.base()) - anchor) + __builtin_log(online.sum) + r.nll_miss[0]
-                                : static_cast<double>(u_label - anchor) + r.nll[0];
-        r.spread = splat<typename Lanes<T>::V>(static_cast<T>(c.k.weight_sum * lse - spread));
+        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss[0] : static_cast<double>(u_label - online.m) + r.nll[0];
+        double spread = 0;
+        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+          spread += block_spread(x.mapped(map, j, n), c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
+        });
+        r.spread = splat<typename Lanes<T>::V>(static_cast<T>(spread));
       }
       auto result = softmax_formula<T>(c.p.loss, c.k, r);
       c.emit(row, w, result.loss[0], result.extra[0], sums);
       if (!c.stats) continue;
-      c.stat(0, row) = online.base();
+      c.stat(0, row) = online.m;
       c.stat(1, row) = static_cast<T>(online.sum);
       if (norm) {
         c.stat(2, row) = static_cast<T>(length);
@@ -334,12 +377,11 @@ void softmax_forward(const Context<T>& c, Partial& total) {
 template <class T>
 void block_gradient(const T* u, int64_t n, T m, T slope, T pull, const T* w, T* out) {
   typedef typename Lanes<T>::V V;
-  if (pull == 0)
-    map_lanes(u, n, out, [&](V v, int64_t) { return slope * exp_negative(v - m); });
+  if (pull == 0) map_lanes(u, n, out, [&](V v, int64_t) { return slope * exp_below(v - m); });
   else
     map_lanes(u, n, out, [&](V v, int64_t i) {
       V q = w ? pull * beside(w, i, n) : splat<V>(pull);
-      return slope * exp_negative(v - m) - q;
+      return slope * exp_below(v - m) - q;
     });
 }
 
@@ -388,7 +430,7 @@ void softmax_backward(const Context<T>& c) {
           label -= drag * x_label;
         }
       }
-      slope = d > 0 || d != d ? slope / d : 0;  // no other class: nothing to push
+      slope = d == 0 ? slope * 0 : slope / d;  // no other class: nothing to push, unless the row is NaN
       if (!slopes) slope *= map.scale, pull *= map.scale;
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* u = x.mapped(map, j, n, slopes);
@@ -398,9 +440,7 @@ void softmax_backward(const Context<T>& c) {
         if (slopes) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
         if (drag != 0) {
           const T* raw = x.raw(j, n);
-          map_lanes(raw, n, out, [&](V v, int64_t i) {
-            return beside(out, i, n) - where(v == -infinity<T>(), V{}, drag * v);
-          });
+          map_lanes(raw, n, out, [&](V v, int64_t i) { return beside(out, i, n) - where(v == -infinity<T>(), V{}, drag * v); });
         }
         grad.done(j, n);
       });
@@ -448,10 +488,14 @@ struct Constant {
 template <class F>
 PYL_INLINE void with_power(Power kind, F f) {
   switch (kind) {
-    case linear: return f(Constant<linear>{});
-    case squared: return f(Constant<squared>{});
-    case root: return f(Constant<root>{});
-    case general: return f(Constant<general>{});
+    case linear:
+      return f(Constant<linear>{});
+    case squared:
+      return f(Constant<squared>{});
+    case root:
+      return f(Constant<root>{});
+    case general:
+      return f(Constant<general>{});
   }
 }
 
@@ -527,6 +571,7 @@ void margin_forward(const Context<T>& c, Partial& total) {
   typedef typename Lanes<T>::V V;
   Errors<T> h(c);
   bool of_label = c.k.own[3] != 0, threshold = c.k.own[4] != 0;
+  Map<T> plain{1, 0, nullptr};
   for_chunks(c.p, rows_per_chunk(c.p), &total, [&](int64_t begin, int64_t end, Partial& partial) {
     RowReader<T> x(c);
     for (int64_t row = begin; row < end; ++row) {
@@ -543,8 +588,8 @@ void margin_forward(const Context<T>& c, Partial& total) {
       with_power(h.kind, [&](auto power) {
         if (threshold) {
           MarginSums<T> all;
-          over_others(y, c.p.classes, [&](int64_t j, int64_t n) {
-            block_errors<T, power.value>(h, x.raw(j, n), n, x_label, mu, shift ? shift + j : nullptr, all);
+          over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
+            block_errors<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, all);
           });
           kept.nan = all.nan;
           none = all.max == 0;
@@ -552,8 +597,8 @@ void margin_forward(const Context<T>& c, Partial& total) {
           t = mean < all.max ? mean : all.max;  // rounding may lift the mean over every error
         }
         if (none) return;
-        over_others(y, c.p.classes, [&](int64_t j, int64_t n) {
-          block_select<T, power.value>(h, x.raw(j, n), n, x_label, mu, shift ? shift + j : nullptr, t, kept);
+        over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
+          block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept);
         });
       });
       none = none || kept.count == 0;

@@ -1,5 +1,5 @@
-// Vectors of the compiler's own kind (one source for SSE2, AVX2, AVX-512 and NEON), their maths, and loads and stores that convert.
-// exp, log and friends are good to about one unit in the last place; NaN and infinities go through as in libm.
+// Vectors of the compiler's own kind (one source for SSE2, AVX2, AVX-512 and NEON), their maths, and loads and stores that
+// convert. exp, log and friends are good to about one unit in the last place; NaN and infinities go through as in libm.
 #pragma once
 #include <cstdint>
 #include "cpu/problem.h"
@@ -117,9 +117,9 @@ PYL_INLINE V reduce_exp(V x, Int<V>& bits) {
   return (x - n * L::ln2_hi) - n * L::ln2_lo;
 }
 
-// e^x for x <= 0 (or NaN), exactly 0 far down: the one in the inner loops
+// e^x for x <= 88 (709), exactly 0 far down, NaN for NaN: the one in the inner loops. Above its range it gives some number.
 template <class V>
-PYL_INLINE V exp_negative(V x) {
+PYL_INLINE V exp_below(V x) {
   typedef Lanes<Scalar<V>> L;
   V low = splat<V>(L::exp_min);
   Int<V> bits;
@@ -218,7 +218,7 @@ PYL_INLINE V power(V x, Scalar<V> y) {
 template <class V>
 PYL_INLINE V tanh(V x, V& slope) {
   V e = expm1(-2 * absolute(x)), t = -e / (e + 2);
-  V q = exp_negative(-2 * absolute(x));
+  V q = exp_below(-2 * absolute(x));
   slope = 4 * q / ((q + 1) * (q + 1));
   return where(x < 0, -t, t);
 }
@@ -258,16 +258,45 @@ template <class T>
 PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
+// The first n < W lanes. AVX2 and AVX-512 have loads and stores under a mask; elsewhere lanes go one by one.
+template <class T>
+PYL_INLINE typename Lanes<T>::I first_lanes(int64_t n) {
+  typename Lanes<T>::I index;
+  for (int i = 0; i < Lanes<T>::W; ++i) index[i] = i;
+  return index < static_cast<typename Lanes<T>::IntScalar>(n);
+}
 // n < W numbers, the rest of the lanes `fill`
 template <class T>
 PYL_INLINE typename Lanes<T>::V load_some(const T* p, int64_t n, T fill) {
-  typename Lanes<T>::V v = splat<typename Lanes<T>::V>(fill);
+  typedef typename Lanes<T>::V V;
+#if defined(__AVX512F__)
+  V v;
+  if constexpr (sizeof(T) == 4) v = (V)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+  else v = (V)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+  return where(first_lanes<T>(n), v, splat<V>(fill));
+#elif defined(__AVX2__)
+  auto mask = first_lanes<T>(n);
+  V v;
+  if constexpr (sizeof(T) == 4) v = (V)_mm256_maskload_ps(p, (__m256i)mask);
+  else v = (V)_mm256_maskload_pd(p, (__m256i)mask);
+  return where(mask, v, splat<V>(fill));
+#else
+  V v = splat<V>(fill);
   for (int64_t i = 0; i < n; ++i) v[i] = p[i];
   return v;
+#endif
 }
 template <class T>
 PYL_INLINE void store_some(T* p, int64_t n, typename Lanes<T>::V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+  else _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, (__m256i)first_lanes<T>(n), (__m256)v);
+  else _mm256_maskstore_pd(p, (__m256i)first_lanes<T>(n), (__m256d)v);
+#else
   for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+#endif
 }
 
 // A W-wide load of halves as floats, and back with round to nearest even.
@@ -358,10 +387,14 @@ inline void copy_numbers(const T* p, int64_t stride, int64_t n, D* out, int64_t 
 
 inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, int64_t n, float* out) {
   switch (dtype) {
-    case Dtype::f32: return copy_numbers(static_cast<const float*>(base) + at, stride, n, out, 1);
-    case Dtype::f64: return copy_numbers(static_cast<const double*>(base) + at, stride, n, out, 1);
-    case Dtype::bf16: return load_halves<BF16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
-    case Dtype::f16: return load_halves<F16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
+    case Dtype::f32:
+      return copy_numbers(static_cast<const float*>(base) + at, stride, n, out, 1);
+    case Dtype::f64:
+      return copy_numbers(static_cast<const double*>(base) + at, stride, n, out, 1);
+    case Dtype::bf16:
+      return load_halves<BF16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
+    case Dtype::f16:
+      return load_halves<F16>(static_cast<const uint16_t*>(base) + at, stride, n, out);
   }
 }
 inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, int64_t n, double* out) {
@@ -375,10 +408,14 @@ inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, i
 }
 inline void store_as(Dtype dtype, const float* in, int64_t n, void* base, int64_t at, int64_t stride) {
   switch (dtype) {
-    case Dtype::f32: return copy_numbers(in, 1, n, static_cast<float*>(base) + at, stride);
-    case Dtype::f64: return copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);
-    case Dtype::bf16: return store_halves<BF16>(in, n, static_cast<uint16_t*>(base) + at, stride);
-    case Dtype::f16: return store_halves<F16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+    case Dtype::f32:
+      return copy_numbers(in, 1, n, static_cast<float*>(base) + at, stride);
+    case Dtype::f64:
+      return copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);
+    case Dtype::bf16:
+      return store_halves<BF16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+    case Dtype::f16:
+      return store_halves<F16>(in, n, static_cast<uint16_t*>(base) + at, stride);
   }
 }
 inline void store_as(Dtype, const double* in, int64_t n, void* base, int64_t at, int64_t stride) {

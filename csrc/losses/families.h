@@ -1,6 +1,7 @@
 // The contracts between formulas and drivers. A formula is the maths of one row; V is a number or a vector of rows.
 //
-// softmax: u_j = scale softcap(x_j) + shift_j. With a = lse_{j != y}(u) - u_y nothing cancels: p_y = sigmoid(-a), 1 - p_y = sigmoid(a).
+// softmax: u_j = scale softcap(x_j) + shift_j. With a = lse_{j != y}(u) - u_y nothing cancels: p_y = sigmoid(-a), 1 - p_y =
+// sigmoid(a).
 //   The formula turns SoftmaxRow into a loss and two partial derivatives; the driver writes
 //     dL/du_j = slope exp(u_j - lse_{k != y}(u)) - pull w_j   (j != y),      dL/du_y = label.
 //
@@ -37,10 +38,16 @@ struct SoftmaxRow {
 template <class V>
 PYL_INLINE SoftmaxRow<V> odds(V a, V w) {
   V zero = splat<V>(0), one = splat<V>(1);
-  V e = exp_negative(-absolute(a)), tail = log1p(e), inverse = 1 / (e + 1);
+  V e = exp_below(-absolute(a)), tail = log1p(e), inverse = 1 / (e + 1);
   auto against = a >= 0;
-  return {a,    where(against, e, one) * inverse, where(against, one, e) * inverse, where(a > 0, a, zero) + tail,
-          where(a < 0, -a, zero) + tail, zero, one, w};
+  return {a,
+          where(against, e, one) * inverse,
+          where(against, one, e) * inverse,
+          where(a > 0, a, zero) + tail,
+          where(a < 0, -a, zero) + tail,
+          zero,
+          one,
+          w};
 }
 
 template <class V>

@@ -10,14 +10,18 @@ struct target {
   static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>& k, const SoftmaxRow<V>& r) {
     V zero = splat<V>(0);
     switch (static_cast<Kind>(static_cast<int>(k.own[0]))) {
-      case ce: return through_a(r, r.nll, r.miss);
-      case focal_kind: return focal::with_gamma(k.own[1], r);
+      case ce:
+        return through_a(r, r.nll, r.miss);
+      case focal_kind:
+        return focal::with_gamma(k.own[1], r);
       case gce: {  // (1 - p^q) / q
         T q = k.own[2];
         return through_a(r, -expm1(-q * r.nll) / q, exp(-q * r.nll) * r.miss);
       }
-      case mae: return through_a(r, r.miss, r.hit * r.miss);
-      case sumexp: return through_a(r, exp(r.a), exp(r.a));
+      case mae:
+        return through_a(r, r.miss, r.hit * r.miss);
+      case sumexp:
+        return through_a(r, exp(r.a), exp(r.a));
       case compsum: {  // ((1 + e^a)^(1 - tau) - 1) / (1 - tau), log(1 + e^a) at tau = 1
         T rest = 1 - k.own[3];
         if (rest == 0) return through_a(r, r.nll, r.miss);

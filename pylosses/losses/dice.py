@@ -22,8 +22,13 @@ def reference(rows: Rows, *, smooth: float, over: str, absent: str, sample_weigh
     intersection, target, predicted = _class_sums(rows, sample_weight, over)
     size = target + predicted + smooth
     empty = size == 0
-    losses = torch.where(empty, 0, 1 - (2 * intersection + smooth) / torch.where(empty, 1, size))  # (images, C)
     present = target > 0
+    if smooth == 0:  # an absent class has loss 1 whatever its mass: a constant, and no division by almost nothing
+        empty = ~present
+        losses = torch.where(_has_mass(rows, over), 1.0, 0.0).to(size)
+    else:
+        losses = torch.zeros_like(size)
+    losses = torch.where(empty, losses, 1 - (2 * intersection + smooth) / torch.where(empty, 1, size))  # (images, C)
     some = present.any(dim=1, keepdim=True)  # an image without counted positions has no loss
     if absent == "zero":
         losses = torch.where(present, losses, 0)
@@ -41,6 +46,19 @@ def reference(rows: Rows, *, smooth: float, over: str, absent: str, sample_weigh
     return (means.sum() / counted.sum().clamp(min=1)).to(rows.x.dtype)
 
 
+def _images(rows: Rows, over: str) -> int:
+    return 1 if over == "batch" or not rows.shape else rows.shape[0]
+
+
+def _has_mass(rows: Rows, over: str) -> Tensor:
+    """(images, C): does a counted position give the class a probability that float64 can tell from 0?"""
+    images, (count, classes) = _images(rows, over), rows.x.shape
+    some = torch.log_softmax(rows.x.detach(), dim=1) > -745.0
+    if rows.live is not None:
+        some = some & rows.live[:, None]
+    return some.reshape(images, count // max(images, 1), classes).any(dim=1)
+
+
 def _class_sums(rows: Rows, sample_weight: Tensor | None, over: str) -> tuple[Tensor, Tensor, Tensor]:
     """(images, C) sums of t p, t and p over counted positions, in float64: an image has more pixels than float32 has digits."""
     assert rows.y is not None
@@ -53,7 +71,7 @@ def _class_sums(rows: Rows, sample_weight: Tensor | None, over: str) -> tuple[Te
         s = sample_weight.reshape(-1, 1).to(p.dtype)
     if rows.live is not None:
         s = torch.where(rows.live[:, None], s, 0)
-    images = 1 if over == "batch" or not rows.shape else rows.shape[0]
+    images = _images(rows, over)
     tp, t, p = ((s * v).reshape(images, count // max(images, 1), classes).sum(1, dtype=torch.float64) for v in (t * p, t, p))
     return tp, t, p
 

@@ -1,0 +1,29 @@
+# `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
+.PHONY: bench test check lint format setup clean
+BIN := .venv/bin
+
+bench: setup
+	$(BIN)/pylosses bench --quick
+
+test: setup
+	$(BIN)/pytest -n 2 tests
+
+check: setup
+	$(BIN)/pylosses check
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp
+
+setup:
+	@sh tools/setup.sh
+
+clean:
+	rm -rf build .venv/.built

@@ -1,0 +1,119 @@
+"""Everybody who computes a loss: our backends, the eager formula, torch.compile of it, torch's own, other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pylosses.backends import backends
+from pylosses.checking import function_of
+from pylosses.spec import BACKENDS, LossSpec, PerClass
+
+from .eager import EAGER
+from .peers import PEERS, Peer
+from .shapes import Shape
+
+#: Peak memory of a step in units of the logits in float32 beyond the logits themselves, generously: a configuration that
+#: might not fit is reported instead of being killed half-way.
+MEMORY_FACTOR = {"ours": 3.0, "reference": 12.0, "eager": 9.0, "compile": 6.0, "torch": 5.0, "peer": 12.0}
+
+
+@dataclass
+class Provider:
+    """One way to compute a loss."""
+
+    name: str
+    kind: str  #: "ours", "reference", "eager", "compile", "torch" or "peer"
+    call: Callable[..., Any] | None  #: positional tensors -> loss
+    reason: str | None = None  #: why it cannot run here
+    note: str = ""  #: how it is called
+    memory_factor: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory_factor = MEMORY_FACTOR[self.kind]
+
+
+def variants(spec: LossSpec, peers: bool) -> list[dict[str, Any]]:
+    """The argument sets under which a loss is timed: those of the eager formula, then those that only a peer needs."""
+    entry = EAGER.get(spec.name)
+    found = [dict(entry.arguments if entry else spec.samples[0])]
+    if peers:
+        for peer in PEERS:
+            if peer.loss == spec.name and peer.timed and peer.arguments and dict(peer.arguments) not in found:
+                found.append(dict(peer.arguments))
+    return found
+
+
+def concrete(arguments: Mapping[str, Any], shape: Shape, device: str) -> dict[str, Any]:
+    """Arguments with their per-class tensors made for the shape."""
+    made = {}
+    for name, value in arguments.items():
+        made[name] = value.tensor(shape.classes).float().to(device) if isinstance(value, PerClass) else value
+    return made
+
+
+def providers(
+    spec: LossSpec,
+    arguments: dict[str, Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    asked: list[str] | None,
+    compile: bool,
+    peers: bool,
+) -> list[Provider]:
+    """All providers of one configuration; those that cannot run have a reason."""
+    own = concrete(arguments, shape, device)
+    found = [_ours(spec, name, own) for name in asked or _fused_for(device)]
+    if not asked and all(provider.reason for provider in found):
+        found.append(_ours(spec, "reference", own))
+
+    entry = EAGER.get(spec.name)
+    if entry is not None and arguments == entry.arguments:
+        formula = partial(entry.function, **own) if own else entry.function
+        found.append(Provider("eager", "eager", formula))
+        if compile:
+            # A graph for each shape, as in training; the cache of an earlier configuration must not run out.
+            torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+            found.append(Provider("torch.compile", "compile", torch.compile(formula, dynamic=False)))
+    for peer in PEERS:
+        if peer.loss == spec.name and peer.timed and peer.arguments == arguments and (peers or peer.library == "torch"):
+            found.append(_peer(peer, shape, dtype))
+    return found
+
+
+def _fused_for(device: str) -> list[str]:
+    kind = torch.device(device).type
+    return [name for name in BACKENDS[1:] if name == kind or (name == "triton" and kind == "cuda")]
+
+
+def _ours(spec: LossSpec, name: str, own: dict[str, Any]) -> Provider:
+    kind = "reference" if name == "reference" else "ours"
+    status = backends()[name]
+    reason = status.reason if not status.available else spec.why_not(name)
+    return Provider(f"pylosses {name}", kind, partial(function_of(spec), backend=name, **own), reason)
+
+
+def _peer(peer: Peer, shape: Shape, dtype: torch.dtype) -> Provider:
+    kind = "torch" if peer.library == "torch" else "peer"
+    name = peer.theirs.partition("(")[0] if kind == "torch" else peer.library
+    if kind == "torch" and peer.note:
+        name += f" ({peer.note})"
+    reason = peer.why_not(shape.kind, len(shape.sizes), dtype)
+    call = None
+    if reason is None:
+        call, reason = peer.load()
+    return Provider(name, kind, call, reason, note=peer.theirs)
+
+
+def scalar(result: Any) -> Tensor:
+    """One number that depends on every output, to compare and to differentiate."""
+    if isinstance(result, Tensor):
+        return result.sum()
+    return torch.stack([value.double().sum() for value in result if value.is_floating_point()]).sum()

@@ -1,0 +1,301 @@
+"""``pylosses bench``: which configurations, two workers (one for each allocator setting), rows on disk as they finish."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pylosses.spec import LOSSES, LossSpec
+
+from . import report, shapes
+from .providers import variants
+from .shapes import Shape
+from .worker import serve
+
+#: Allocator settings by name: torch reads its own when it starts. Huge pages help torch's losses at large shapes.
+ALLOCATORS = {"default": {}, "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"}}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+QUICK_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice", "linear_cross_entropy")
+#: torch.compile takes many seconds a graph: a quick run compiles only these.
+QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick"), ("dice", "cityscapes-quick")}
+
+#: (seconds of timing, least rounds) for each configuration and allocator
+EFFORT = {"quick": (0.7, 3), "full": (6.0, 5)}
+PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is measured at once: all providers of one loss at one shape and dtype."""
+
+    loss: str
+    variant: int
+    arguments: str
+    shape: Shape
+    dtype: str
+    compile: bool
+    allocators: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.loss}{f' {self.arguments}' if self.arguments else ''} {self.shape.name} {self.dtype}"
+
+    def cost(self, budget: float) -> float:
+        """Seconds it may take, roughly, for the time left."""
+        rounds = self.shape.logits * 120e-9 * 5
+        return len(self.allocators) * (2 + max(budget, rounds)) + (20 if self.compile else 0)
+
+
+def worker() -> int:
+    """The hidden command that `main` starts its workers with."""
+    return serve()
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the bench; 0 when all is well, 1 when one of our backends fails its gate, 2 when the options make no sense."""
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    try:
+        plan = configurations(arguments)
+    except ValueError as error:
+        print(f"pylosses bench: error: {error}", file=sys.stderr)
+        return 2
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        print("pylosses bench: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+    budget, least = EFFORT["quick" if arguments.quick else "full"]
+    budget = arguments.budget or budget
+    settings = {
+        "threads": arguments.threads or torch.get_num_threads(),
+        "device": arguments.device,
+        "backends": arguments.backend,
+        "peers": arguments.peers,
+        "budget": budget,
+        "least": least,
+    }
+    record = report.Record.start(settings, arguments.json, None if arguments.no_history else report.history_file())
+    console.print(record.title, highlight=False)
+    stopped = False
+    try:
+        for rows in _measured(plan, settings, console):
+            record.add(rows)
+    except KeyboardInterrupt:
+        stopped = True
+    report.table(record.rows, console)
+    if arguments.plot:
+        for file in report.plots(record, arguments.plot):
+            console.print(f"wrote {file}", highlight=False)
+    for file in record.files:
+        console.print(f"wrote {file}", highlight=False)
+    if stopped:
+        console.print("stopped; what was finished is in the table and on disk", style="yellow")
+        return 130
+    failed = [row for row in record.rows if row["kind"] in ("ours", "reference") and row["status"] in ("FAILED", "error")]
+    return 1 if failed else 0
+
+
+def configurations(arguments: argparse.Namespace) -> list[Configuration]:
+    """The chosen configurations, or ValueError with what is wrong with the choice."""
+    for dtype in arguments.dtype or ():
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
+    chosen = [shape for name in arguments.shape or () for shape in shapes.find(name)]
+    found = []
+    for spec, shape in _pairs(arguments.loss, chosen, arguments.quick):
+        compile = not arguments.no_compile and not shape.name.startswith("classes-")
+        if arguments.quick and not (arguments.loss or chosen):
+            compile = compile and (spec.name, shape.name) in QUICK_COMPILED
+        both = arguments.device == "cpu" and not shape.name.startswith("classes-")
+        for dtype in arguments.dtype or ("float32",):
+            for i, own in enumerate(variants(spec, arguments.peers)):
+                text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())
+                allocators = tuple(ALLOCATORS) if both else ("default",)
+                found.append(Configuration(spec.name, i, text, shape, dtype, compile, allocators))
+    if not found:
+        names = ", ".join(spec.name for spec in arguments.loss or ()) or "no loss"
+        raise ValueError(f"nothing to measure: {names} does not take {', '.join(arguments.shape or ('any shape',))}")
+    return found
+
+
+def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> Iterator[tuple[LossSpec, Shape]]:
+    """Losses with the shapes they run at: what was asked for, else the quick or the full set."""
+    if losses or chosen:
+        usual = [shapes.SHAPES[name] for name in (shapes.QUICK_SHAPES if quick else shapes.FULL_SHAPES)]
+        for spec in losses or list(LOSSES.values()):
+            yield from ((spec, shape) for shape in chosen or usual if shapes.fits(spec, shape))
+        return
+    for name, spec in LOSSES.items():
+        if quick and name not in QUICK_LOSSES:
+            continue
+        for shape_name in shapes.QUICK_SHAPES if quick else shapes.FULL_SHAPES:
+            everywhere = quick or name in shapes.MAIN_LOSSES or shape_name in shapes.ONE_OF_EACH_KIND or spec.family == "linear"
+            if everywhere and shapes.fits(spec, shapes.SHAPES[shape_name]):
+                yield spec, shapes.SHAPES[shape_name]
+    for name in shapes.SWEEP_LOSSES:
+        yield from ((LOSSES[name], shape) for shape in shapes.SWEEP)
+
+
+def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each configuration as it finishes, with a progress bar."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    costs = [configuration.cost(settings["budget"]) for configuration in plan]
+    workers = {name: Worker(name) for name in ALLOCATORS}
+    try:
+        with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
+            task = progress.add_task("", total=sum(costs))
+            for i, (configuration, cost) in enumerate(zip(plan, costs, strict=True)):
+                rows = []
+                for allocator in configuration.allocators:
+
+                    def show(event: dict[str, Any], place: str = f"{i + 1}/{len(plan)} {configuration.title}") -> None:
+                        what = f"{event['doing']} {event['name']}".strip()
+                        progress.update(task, description=f"{place}: {what:<32.32}")
+
+                    rows += _one(configuration, allocator, workers[allocator], settings, show)
+                    progress.advance(task, cost / len(configuration.allocators))
+                yield rows
+    finally:
+        for one in workers.values():
+            one.stop()
+
+
+def _one(
+    configuration: Configuration,
+    allocator: str,
+    worker: Worker,
+    settings: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Rows of one configuration from one worker. A provider that kills the worker is left out of the next try."""
+    shape = configuration.shape
+    about = {
+        "loss": configuration.loss,
+        "arguments": configuration.arguments,
+        "shape": shape.name,
+        "shape_kind": shape.kind,
+        "sizes": shape.sizes,
+        "dtype": configuration.dtype,
+        "device": settings["device"],
+        "threads": settings["threads"],
+        "allocator": allocator,
+    }
+    request = {
+        **about,
+        **settings,
+        "variant": configuration.variant,
+        "compile": configuration.compile,
+        "exclude": {},
+    }
+    while True:
+        try:
+            return [{**about, **row} for row in worker.ask(request, show)]
+        except WorkerDied as death:
+            if not death.provider or death.provider in request["exclude"]:
+                return [{**about, "provider": death.provider, "kind": "", "status": "error", "reason": death.why}]
+            request["exclude"][death.provider] = death.why
+
+
+class WorkerDied(Exception):
+    """A worker ended, or went silent, while it was busy with a provider."""
+
+    def __init__(self, provider: str, why: str) -> None:
+        super().__init__(why)
+        self.provider = provider
+        self.why = why
+
+
+class Worker:
+    """A process that measures with one allocator setting; started when first needed, and again after it died."""
+
+    def __init__(self, allocator: str) -> None:
+        self.allocator = allocator
+        self.process: subprocess.Popen[str] | None = None
+        self.lines: queue.Queue[str | None] = queue.Queue()  # what it says; None when it has ended
+        self.errors = tempfile.TemporaryFile("w+")
+
+    def ask(self, request: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+        """Send a request and wait for its rows; `show` sees every event on the way."""
+        process = self.process or self._start()
+        busy = ""
+        try:
+            _to(process, json.dumps(request))
+            while True:
+                line = self.lines.get(timeout=PATIENCE)
+                if line is None:
+                    raise WorkerDied(busy, self._last_words(process))
+                event = json.loads(line)
+                if event["event"] == "rows":
+                    return event["rows"]
+                busy = event["name"]
+                show(event)
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, BrokenPipeError):
+                raise WorkerDied(busy, self._last_words(process)) from None
+            if isinstance(error, queue.Empty):
+                raise WorkerDied(busy, f"no sign of life for {PATIENCE:.0f} s") from None
+            raise
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | ALLOCATORS[self.allocator]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pylosses", "bench", "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            bufsize=1,
+            env=environment,
+        )
+        self.lines = queue.Queue()
+        threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
+        return self.process
+
+    def _last_words(self, process: subprocess.Popen[str]) -> str:
+        code = process.wait()
+        if code < 0:
+            hint = ": too little memory?" if code == -9 else ""
+            return f"the process was killed by signal {-code}{hint}"
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return f"the process ended with code {code}: {lines[-1] if lines else 'no message'}"
+
+
+def _to(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def _listen(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)

@@ -1,0 +1,233 @@
+"""Interleaved rounds, their spread, the noise of the machine, and peak memory.
+
+Every round runs each provider once, in rotating order, so that whatever the machine does meanwhile hits all alike; speed-ups
+are ratios within a round. A step is what training does: a fresh leaf, forward, backward, gradient released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .providers import scalar
+
+MODES = ("forward", "backward", "both", "no_grad")
+
+
+def step(call: Callable[..., Any], inputs: tuple[Tensor, ...], device: str, gradient: bool) -> dict[str, float]:
+    """Seconds of one training step (forward, backward, both) and of one call without gradient."""
+    synchronize = torch.cuda.synchronize if device != "cpu" else _nothing
+    seconds = {}
+    if gradient:
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+        synchronize()
+        start = time.perf_counter()
+        loss = call(*leaves)
+        synchronize()
+        middle = time.perf_counter()
+        loss.backward()
+        synchronize()
+        end = time.perf_counter()
+        seconds = {"forward": middle - start, "backward": end - middle, "both": end - start}
+        del leaves, loss
+    with torch.no_grad():
+        start = time.perf_counter()
+        result = call(*inputs)
+        synchronize()
+        seconds["no_grad"] = time.perf_counter() - start
+        del result
+    return seconds
+
+
+def _nothing() -> None:
+    pass
+
+
+def copy_step(source: Tensor, buffer: Tensor, device: str) -> dict[str, float]:
+    """Seconds of a copy of the logits into a warm buffer: one read and one write, the floor for a loss with a gradient."""
+    synchronize = torch.cuda.synchronize if device != "cpu" else _nothing
+    start = time.perf_counter()
+    buffer.copy_(source)
+    synchronize()
+    return {"both": time.perf_counter() - start}
+
+
+Samples = dict[str, list[dict[str, float]]]
+
+
+def rounds(steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, least: int, most: int) -> Samples:
+    """Samples of every step by name, one a round, for about `budget` seconds."""
+    samples: Samples = {name: [] for name in steps}
+    names = list(steps)
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for i in range(most):
+            if i >= least and time.perf_counter() - start > budget:
+                break
+            shift = i % len(names)
+            for name in names[shift:] + names[:shift]:
+                samples[name].append(steps[name]())
+    finally:
+        gc.enable()
+    return samples
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median and quartiles of each mode, in milliseconds."""
+    modes = {}
+    for mode in MODES:
+        values = [1e3 * sample[mode] for sample in samples if mode in sample]
+        if values:
+            modes[mode] = spread(values)
+    return modes
+
+
+def ratios(samples: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times longer than ours, round by round: median and quartiles for each mode."""
+    modes = {}
+    for mode in MODES:
+        values = [a[mode] / b[mode] for a, b in zip(samples, ours, strict=True) if mode in a and mode in b]
+        if values:
+            modes[mode] = spread(values)
+    return modes
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    ordered = sorted(values)
+    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else (ordered[0],) * 3
+    return {"median": statistics.median(ordered), "low": low, "high": high}
+
+
+# Noise
+
+
+@dataclass
+class Load:
+    """Counters of the processor at one moment."""
+
+    busy: float
+    steal: float
+    total: float
+    own: float
+    frequency: float | None
+
+    @staticmethod
+    def now() -> Load:
+        try:
+            fields = [float(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        except (OSError, IndexError, ValueError):
+            fields = [0.0] * 8
+        ticks = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+        user, nice, system, idle, wait, irq, soft, steal = fields[:8]
+        times = os.times()
+        busy = user + nice + system + irq + soft
+        return Load(busy, steal, busy + steal + idle + wait, (times.user + times.system) * ticks, _frequency())
+
+
+def _frequency() -> float | None:
+    """Mean clock in MHz, or None where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        values = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    except (OSError, ValueError):
+        return None
+    return sum(values) / len(values) if values else None
+
+
+def noise(before: Load, after: Load) -> dict[str, Any]:
+    """Shares of processor time that others took, and whether the times deserve suspicion."""
+    total = after.total - before.total
+    if total <= 0:
+        return {"steal": None, "others": None, "clock": None, "noisy": None}
+    steal = (after.steal - before.steal) / total
+    others = max(0.0, (after.busy - before.busy) - (after.own - before.own)) / total
+    clock = after.frequency / before.frequency if before.frequency and after.frequency else None
+    noisy = steal > 0.02 or others > 0.10 or (clock is not None and abs(clock - 1) > 0.05)
+    return {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4), "noisy": noisy}
+
+
+# Memory
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping, or None where the system does not tell."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:  # a container may have less
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            found.append(int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return min(found) if found else None
+
+
+def extra_memory(run: Callable[[], Any], device: str) -> int | None:
+    """Peak bytes of one step beyond what lay there before, everything counted: torch's tensors and everybody's malloc.
+
+    On the CPU this is the high-water mark of the resident memory, which the kernel resets on request. None where it cannot.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    _give_back()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        run()
+        return max(0, _status("VmHWM") - before)
+    except (OSError, KeyError):
+        return None
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def _give_back() -> None:
+    """Freed memory that malloc keeps would hide what a step needs."""
+    import pylosses
+
+    if hasattr(pylosses, "clear_pool"):
+        pylosses.clear_pool()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+def memory_step(call: Callable[..., Any], inputs: tuple[Tensor, ...], gradient: bool) -> None:
+    """The step whose memory is measured; its gradients live until it ends."""
+    if not gradient:
+        with torch.no_grad():
+            call(*inputs)
+        return
+    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    scalar(call(*leaves)).backward()

@@ -1,0 +1,179 @@
+"""A process that measures one configuration at a time: JSON in on stdin, JSON out on stdout.
+
+torch reads its allocator setting when it starts, so each setting has a worker of its own. A provider that takes the process
+down with it (a crash, too little memory) costs one row: the parent sees which one it was and starts another worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from pylosses.checking import function_of
+from pylosses.spec import LOSSES
+
+from . import gate, timing
+from .providers import Provider, concrete, providers, variants
+from .shapes import Shape, inputs
+
+#: malloc maps blocks above 32 MiB one by one and returns them at once; below that what it keeps would blur the peak.
+MEMORY_LEAST = 33 << 20
+ROUNDS_MOST = 400
+
+
+def serve() -> int:
+    """Answer requests until stdin ends."""
+    # Whatever libraries print belongs to stderr: stdout speaks the protocol.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        torch.set_num_threads(request["threads"])
+        try:
+            rows = Measurement(request, partial(_say, answers)).rows()
+        except Exception as error:  # the parent shows it in the table
+            rows = [{"provider": "", "kind": "", "status": "error", "reason": f"{type(error).__name__}: {error}"}]
+        _say(answers, event="rows", rows=rows)
+    return 0
+
+
+def _say(answers: TextIO, **message: Any) -> None:
+    answers.write(json.dumps(message) + "\n")
+
+
+class Measurement:
+    """One configuration: gate, then time and memory of whoever passed."""
+
+    def __init__(self, request: dict[str, Any], say: Callable[..., None]) -> None:
+        self.request = request
+        self.say = say
+        self.spec = LOSSES[request["loss"]]
+        self.arguments = variants(self.spec, request["peers"])[request["variant"]]
+        self.shape = Shape(request["shape"], tuple(request["sizes"]), request["shape_kind"])
+        self.dtype = getattr(torch, request["dtype"])
+        self.device = request["device"]
+        self.gradient = self.spec.family != "score"  # scores are read, not trained on
+        self.candidates = self._providers(self.shape, request["compile"])
+        self.found = {p.name: {"provider": p.name, "kind": p.kind, "call": p.note, "status": "ok"} for p in self.candidates}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each provider, whatever became of it, and one for the copy of the logits."""
+        torch._dynamo.reset()
+        self._leave_out()
+        self._gate_on_few_rows()
+        full = inputs(self.spec, self.shape, self.dtype, self.device)
+        self._gate_at_full_shape(full)
+        self._time(full)
+        self._memory(full)
+        return list(self.found.values())
+
+    def _providers(self, shape: Shape, compile: bool) -> list[Provider]:
+        asked, peers = self.request["backends"], self.request["peers"]
+        return providers(self.spec, self.arguments, shape, self.dtype, self.device, asked=asked, compile=compile, peers=peers)
+
+    def _running(self) -> list[Provider]:
+        return [p for p in self.candidates if self.found[p.name]["status"] == "ok"]
+
+    def _drop(self, provider: Provider, status: str, reason: str) -> None:
+        self.found[provider.name].update(status=status, reason=reason)
+
+    def _leave_out(self) -> None:
+        """Drop providers that cannot run here or killed an earlier worker, and those that need more memory than there is."""
+        memory = timing.available_memory()
+        for provider in self.candidates:
+            need = int(self.shape.logits * 4 * (2 + provider.memory_factor))  # logits, a gradient to compare with, the step
+            if provider.name in self.request["exclude"]:
+                self._drop(provider, "error", self.request["exclude"][provider.name])
+            elif provider.reason is not None:
+                self._drop(provider, "missing", provider.reason)
+            elif memory is not None and need > memory:
+                self._drop(provider, "memory", f"needs about {need / 2**30:.1f} GiB, {memory / 2**30:.1f} GiB are available")
+
+    def _gate_on_few_rows(self) -> None:
+        """Against float64, by the largest error. What torch.compile makes of the formula is compared at the full shape."""
+        small = self.shape.fewer_rows(gate.SMALL)
+        given = inputs(self.spec, small, self.dtype, self.device)
+        exact = tuple(t.double() if t.is_floating_point() else t for t in given)
+        own = concrete(self.arguments, small, self.device)
+        truth = gate.evaluate(partial(function_of(self.spec), backend="reference", **own), exact)
+        calls = {p.name: p.call for p in self._providers(small, compile=False)}
+        for provider in self._running():
+            if provider.kind != "compile":
+                self._gate(provider, "gate", lambda p: gate.sharp(gate.evaluate(calls[p.name], given), truth, self.dtype))
+
+    def _gate_at_full_shape(self, full: tuple[Tensor, ...]) -> None:
+        """Against the eager formula, or else the first that is left, by the mean error. Also the first warm-up."""
+        before = gate.fingerprint(full)
+        expected: list[gate.Outcome] = []
+
+        def compare(provider: Provider) -> str | None:
+            result = gate.evaluate(provider.call, full)
+            if gate.fingerprint(full) != before:
+                return "its input was modified"
+            if not expected:
+                expected.append(result)
+                return None if bool(result.loss.isfinite()) else f"loss is {float(result.loss)}"
+            return gate.broad(result, expected[0], self.dtype)
+
+        for provider in sorted(self._running(), key=lambda p: p.kind not in ("eager", "reference")):
+            self._gate(provider, "full gate", compare)
+
+    def _gate(self, provider: Provider, doing: str, compare: Callable[[Provider], str | None]) -> None:
+        """A difference is FAILED; whatever a library raises is its own row, not the end of the bench."""
+        self.say(event="provider", name=provider.name, doing=doing)
+        try:
+            reason = compare(provider)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self._drop(provider, "error", f"{type(error).__name__}: {lines[0]}"[:300])
+            return
+        if reason is not None:
+            self._drop(provider, "FAILED", reason)
+
+    def _time(self, full: tuple[Tensor, ...]) -> None:
+        steps: dict[str, Callable[[], dict[str, float]]] = {
+            p.name: partial(timing.step, p.call, full, self.device, self.gradient) for p in self._running()
+        }
+        copied = self.shape.kind in ("rows", "pixels")
+        if copied:
+            steps["copy"] = partial(timing.copy_step, full[0], torch.zeros_like(full[0]), self.device)
+            self.found["copy"] = {"provider": "copy", "kind": "copy", "status": "ok"}
+        for name, step in steps.items():
+            self.say(event="provider", name=name, doing="warm-up")
+            step()
+        self.say(event="provider", name="", doing="timing")
+        before = timing.Load.now()
+        samples = timing.rounds(steps, self.request["budget"], self.request["least"], ROUNDS_MOST)
+        noise = timing.noise(before, timing.Load.now())
+
+        ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
+        for name, taken in samples.items():
+            row = self.found[name]
+            row.update(rounds=len(taken), ms=timing.summary(taken), noise=noise)
+            if name != "copy" and ours is not None:
+                row.update(against=ours, ratio=timing.ratios(taken, samples[ours]))
+            if name != "copy" and copied:
+                row.update(copies=timing.ratios(taken, samples["copy"]).get("both"), gb_per_s=self._speed(row["ms"], full))
+
+    def _speed(self, ms: dict[str, dict[str, float]], full: tuple[Tensor, ...]) -> dict[str, float]:
+        """GB/s by the bytes that the loss must move: logits read (twice for sums over the batch), gradient written."""
+        size = self.shape.logits * self.dtype.itemsize
+        labels = sum(t.numel() * t.element_size() for t in full if not t.is_floating_point())
+        passes = {"both": 3 if self.spec.family == "region" else 2, "no_grad": 1}
+        return {mode: (n * size + labels) / ms[mode]["median"] / 1e6 for mode, n in passes.items() if mode in ms}
+
+    def _memory(self, full: tuple[Tensor, ...]) -> None:
+        if self.shape.logits * self.dtype.itemsize < MEMORY_LEAST:
+            return
+        gradients = sum(t.numel() * t.element_size() for t in full if t.is_floating_point()) if self.gradient else 0
+        for provider in self._running():
+            self.say(event="provider", name=provider.name, doing="memory")
+            peak = timing.extra_memory(partial(timing.memory_step, provider.call, full, self.gradient), self.device)
+            self.found[provider.name]["extra_bytes"] = None if peak is None else max(0, peak - gradients)
