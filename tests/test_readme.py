@@ -1,0 +1,27 @@
+"""The README's table is what the registry says, and its example runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_table_is_generated():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "readme.py", "--check"])
+    assert done.returncode == 0, "run `python tools/readme.py`"
+
+
+def test_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "True" in done.stdout
+
+
+def test_commands_of_the_readme_are_those_of_ci():
+    assert "make test" in (ROOT / "README.md").read_text()
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
