@@ -71,8 +71,9 @@ def logit_norm(x: Tensor, y: Tensor) -> Tensor:
 
 @eager("logit_adjusted", class_counts=PerClass(1.0, 1000.0))
 def logit_adjusted(x: Tensor, y: Tensor, class_counts: Tensor) -> Tensor:
-    prior = (class_counts / class_counts.sum()).log()
-    return F.cross_entropy(_full(x) + prior.view(-1, *[1] * (x.dim() - 2)), y)
+    x = _full(x)
+    prior = (class_counts.to(x.dtype) / class_counts.sum()).log()
+    return F.cross_entropy(x + prior.view(-1, *[1] * (x.dim() - 2)), y)
 
 
 def _margin_errors(x: Tensor, y: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ COLUMNS = (
     ("GB/s", 6),
     ("extra", 9),
 )
-NAME_WIDTH = 32
+NAME_WIDTH = 36
 LEGEND = """fwd, bwd, fwd+bwd, no grad: milliseconds, median of the rounds, ± half the interquartile range
 ours faster: their time / our time, forward + backward, median of the ratios of each round
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations

@@ -24,6 +24,7 @@ from pylosses.spec import LOSSES, LossSpec
 from . import report, shapes
 from .providers import variants
 from .shapes import Shape
+from .timing import EXACT_MALLOC
 from .worker import serve
 
 #: Allocator settings by name: torch reads its own when it starts. Huge pages help torch's losses at large shapes.
@@ -54,6 +55,24 @@ class Configuration:
     @property
     def title(self) -> str:
         return f"{self.loss}{f' {self.arguments}' if self.arguments else ''} {self.shape.name} {self.dtype}"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What identifies it in a row."""
+        shape = self.shape
+        return {
+            "loss": self.loss,
+            "arguments": self.arguments,
+            "shape": shape.name,
+            "shape_kind": shape.kind,
+            "sizes": shape.sizes,
+            "dtype": self.dtype,
+        }
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What a worker needs to know of it."""
+        return {**self.about, "variant": self.variant, "compile": self.compile}
 
     def cost(self, budget: float) -> float:
         """Seconds it may take, roughly, for the time left."""
@@ -160,7 +179,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         TimeRemainingColumn(elapsed_when_finished=False),
     )
     costs = [configuration.cost(settings["budget"]) for configuration in plan]
-    workers = {name: Worker(name) for name in ALLOCATORS}
+    workers = {name: Worker(environment) for name, environment in {**ALLOCATORS, "memory": EXACT_MALLOC}.items()}
     try:
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs))
@@ -172,48 +191,51 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                         what = f"{event['doing']} {event['name']}".strip()
                         progress.update(task, description=f"{place}: {what:<32.32}")
 
-                    rows += _one(configuration, allocator, workers[allocator], settings, show)
+                    rows += _times(configuration, allocator, workers[allocator], settings, show)
                     progress.advance(task, cost / len(configuration.allocators))
+                _add_memory(rows, configuration, workers["memory"], settings, show)
                 yield rows
     finally:
         for one in workers.values():
             one.stop()
 
 
-def _one(
+def _times(
     configuration: Configuration,
     allocator: str,
     worker: Worker,
     settings: dict[str, Any],
     show: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Rows of one configuration from one worker. A provider that kills the worker is left out of the next try."""
-    shape = configuration.shape
-    about = {
-        "loss": configuration.loss,
-        "arguments": configuration.arguments,
-        "shape": shape.name,
-        "shape_kind": shape.kind,
-        "sizes": shape.sizes,
-        "dtype": configuration.dtype,
-        "device": settings["device"],
-        "threads": settings["threads"],
-        "allocator": allocator,
-    }
-    request = {
-        **about,
-        **settings,
-        "variant": configuration.variant,
-        "compile": configuration.compile,
-        "exclude": {},
-    }
+    """Rows of one configuration with one allocator. A provider that kills the worker is left out of the next try."""
+    about = {**configuration.about, "device": settings["device"], "threads": settings["threads"], "allocator": allocator}
+    killers: dict[str, str] = {}
     while True:
         try:
+            request = {**settings, **configuration.request, "task": "times", "exclude": killers}
             return [{**about, **row} for row in worker.ask(request, show)]
         except WorkerDied as death:
-            if not death.provider or death.provider in request["exclude"]:
+            if not death.provider or death.provider in killers:
                 return [{**about, "provider": death.provider, "kind": "", "status": "error", "reason": death.why}]
-            request["exclude"][death.provider] = death.why
+            killers[death.provider] = death.why
+
+
+def _add_memory(
+    rows: list[dict[str, Any]],
+    configuration: Configuration,
+    worker: Worker,
+    settings: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Peak memory of everybody who passed the gate, into the rows of the default allocator."""
+    passed = {row["provider"]: row for row in rows if row["allocator"] == "default" and row["status"] == "ok"}
+    try:
+        found = worker.ask({**settings, **configuration.request, "task": "memory", "only": list(passed)}, show)
+    except WorkerDied:
+        return  # the times stand; a cell of the table stays empty
+    for row in found:
+        if row.get("status") != "error":
+            passed[row["provider"]]["extra_bytes"] = row["extra_bytes"]
 
 
 class WorkerDied(Exception):
@@ -226,10 +248,10 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """A process that measures with one allocator setting; started when first needed, and again after it died."""
+    """A process with an environment of its own; started when first needed, and again after it died."""
 
-    def __init__(self, allocator: str) -> None:
-        self.allocator = allocator
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()  # what it says; None when it has ended
         self.errors = tempfile.TemporaryFile("w+")
@@ -264,7 +286,7 @@ class Worker:
             self.process = None
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | ALLOCATORS[self.allocator]
+        environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | self.environment
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pylosses", "bench", "--worker"],
             stdin=subprocess.PIPE,
@@ -274,6 +296,11 @@ class Worker:
             bufsize=1,
             env=environment,
         )
+        return self._heard()
+
+    def _heard(self) -> subprocess.Popen[str]:
+        """The process that was started, with a thread that listens to it."""
+        assert self.process is not None
         self.lines = queue.Queue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
         return self.process

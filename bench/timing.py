@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import pylosses
+
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
@@ -184,7 +186,8 @@ def available_memory() -> int | None:
 def extra_memory(run: Callable[[], Any], device: str) -> int | None:
     """Peak bytes of one step beyond what lay there before, everything counted: torch's tensors and everybody's malloc.
 
-    On the CPU this is the high-water mark of the resident memory, which the kernel resets on request. None where it cannot.
+    On the CPU this is the high-water mark of the resident memory, which the kernel resets on request; None where it cannot.
+    It is exact when malloc gives freed blocks back at once: see `EXACT_MALLOC`.
     """
     if device != "cpu":
         torch.cuda.synchronize()
@@ -194,14 +197,20 @@ def extra_memory(run: Callable[[], Any], device: str) -> int | None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     gc.collect()
-    _give_back()
+    if hasattr(pylosses, "clear_pool"):
+        pylosses.clear_pool()
     try:
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         run()
         return max(0, _status("VmHWM") - before)
-    except (OSError, KeyError):
+    except (OSError, AttributeError, KeyError):
         return None
+
+
+#: glibc's settings under which every block of some size is mapped on its own and given back when it is freed. Read at start.
+EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
 def _status(name: str) -> int:
@@ -209,18 +218,6 @@ def _status(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(name)
-
-
-def _give_back() -> None:
-    """Freed memory that malloc keeps would hide what a step needs."""
-    import pylosses
-
-    if hasattr(pylosses, "clear_pool"):
-        pylosses.clear_pool()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        pass
 
 
 def memory_step(call: Callable[..., Any], inputs: tuple[Tensor, ...], gradient: bool) -> None:

@@ -1,7 +1,8 @@
 """A process that measures one configuration at a time: JSON in on stdin, JSON out on stdout.
 
-torch reads its allocator setting when it starts, so each setting has a worker of its own. A provider that takes the process
-down with it (a crash, too little memory) costs one row: the parent sees which one it was and starts another worker.
+torch and malloc read their settings when they start, so each setting has a worker of its own: two for times, one for peak
+memory. A provider that takes the process down with it (a crash, too little memory) costs one row: the parent sees which one
+it was and starts another worker.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from . import gate, timing
 from .providers import Provider, concrete, providers, variants
 from .shapes import Shape, inputs
 
-#: malloc maps blocks above 32 MiB one by one and returns them at once; below that what it keeps would blur the peak.
-MEMORY_LEAST = 33 << 20
+#: Below this many bytes of logits the memory of a step is noise.
+MEMORY_LEAST = 1 << 19
 ROUNDS_MOST = 400
 
 
@@ -37,7 +38,8 @@ def serve() -> int:
         request = json.loads(line)
         torch.set_num_threads(request["threads"])
         try:
-            rows = Measurement(request, partial(_say, answers)).rows()
+            measurement = Measurement(request, partial(_say, answers))
+            rows = measurement.memory() if request["task"] == "memory" else measurement.times()
         except Exception as error:  # the parent shows it in the table
             rows = [{"provider": "", "kind": "", "status": "error", "reason": f"{type(error).__name__}: {error}"}]
         _say(answers, event="rows", rows=rows)
@@ -63,7 +65,7 @@ class Measurement:
         self.candidates = self._providers(self.shape, request["compile"])
         self.found = {p.name: {"provider": p.name, "kind": p.kind, "call": p.note, "status": "ok"} for p in self.candidates}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def times(self) -> list[dict[str, Any]]:
         """One row for each provider, whatever became of it, and one for the copy of the logits."""
         torch._dynamo.reset()
         self._leave_out()
@@ -71,8 +73,24 @@ class Measurement:
         full = inputs(self.spec, self.shape, self.dtype, self.device)
         self._gate_at_full_shape(full)
         self._time(full)
-        self._memory(full)
         return list(self.found.values())
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Peak memory of one step, beyond inputs and gradients, of the providers that were asked for: they passed the gate."""
+        if self.shape.logits * self.dtype.itemsize < MEMORY_LEAST:
+            return []
+        torch._dynamo.reset()
+        full = inputs(self.spec, self.shape, self.dtype, self.device)
+        gradients = sum(t.numel() * t.element_size() for t in full if t.is_floating_point()) if self.gradient else 0
+        rows = []
+        for provider in self.candidates:
+            if provider.name in self.request["only"]:
+                self.say(event="provider", name=provider.name, doing="memory")
+                step = partial(timing.memory_step, provider.call, full, self.gradient)
+                step()  # what the first call alone needs is not the loss's
+                peak = timing.extra_memory(step, self.device)
+                rows.append({"provider": provider.name, "extra_bytes": None if peak is None else max(0, peak - gradients)})
+        return rows
 
     def _providers(self, shape: Shape, compile: bool) -> list[Provider]:
         asked, peers = self.request["backends"], self.request["peers"]
@@ -168,12 +186,3 @@ class Measurement:
         labels = sum(t.numel() * t.element_size() for t in full if not t.is_floating_point())
         passes = {"both": 3 if self.spec.family == "region" else 2, "no_grad": 1}
         return {mode: (n * size + labels) / ms[mode]["median"] / 1e6 for mode, n in passes.items() if mode in ms}
-
-    def _memory(self, full: tuple[Tensor, ...]) -> None:
-        if self.shape.logits * self.dtype.itemsize < MEMORY_LEAST:
-            return
-        gradients = sum(t.numel() * t.element_size() for t in full if t.is_floating_point()) if self.gradient else 0
-        for provider in self._running():
-            self.say(event="provider", name=provider.name, doing="memory")
-            peak = timing.extra_memory(partial(timing.memory_step, provider.call, full, self.gradient), self.device)
-            self.found[provider.name]["extra_bytes"] = None if peak is None else max(0, peak - gradients)

@@ -1,6 +1,6 @@
 """Which backend runs a call, and why the others do not.
 
-Asked for one (argument, `use_backend`, PYLOSSES_BACKEND), it is used or an error gives the reason; asked for none, the first
+Asked for one (argument, `use_backend`, PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason; asked for none, the first
 backend with no reason against it runs, and `reference` never has one.
 """
 
@@ -85,12 +85,12 @@ def why_not(name: str, spec: LossSpec, problem: Problem, carrying: str | None) -
 
 
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("cuda", "triton"), "xpu": ("triton",)}
-_asked: str | None = None
+_asked: str | None = os.environ.get("PYLOSSES_BACKEND") or None
 
 
 def choose(spec: LossSpec, problem: Problem, backend: str | None, carrying: str | None) -> str:
     """The backend for this call."""
-    asked = backend or _asked or os.environ.get("PYLOSSES_BACKEND")
+    asked = backend or _asked
     if asked:
         if asked not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {asked!r}")

@@ -81,7 +81,9 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
         return run_reference(spec, problem, own)
     assert spec.pack is not None and spec.kernel is not None
     pack = spec.pack(problem, **own)
-    y, s = problem.y, problem.sample_weight
+    y, s, ignore_index = problem.y, problem.sample_weight, problem.ignore_index
+    if problem.mask is not None:  # a label-free kernel reads a mask as labels: 0 is ignored
+        y, ignore_index = problem.mask.view(torch.uint8), 0
     call = Call(
         chosen,
         spec.kernel,
@@ -92,7 +94,7 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
         pack.factor,
         s if s is None else s.contiguous(),
         pack.scalars,
-        problem.ignore_index,
+        ignore_index,
         problem.reduction,
         problem.normalizer,
     )
@@ -101,16 +103,9 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
 
 def _carrying(problem: Problem, own: dict[str, Any]) -> str | None:
     """An argument besides input that needs a gradient."""
-    if not torch.is_grad_enabled():
-        return None
-    if problem.soft is not None and problem.soft.requires_grad:
-        return "target"
-    if problem.weight is not None and problem.weight.requires_grad:
-        return "weight"
-    if problem.sample_weight is not None and problem.sample_weight.requires_grad:
-        return "sample_weight"
-    for name, value in own.items():
-        if isinstance(value, Tensor) and value.requires_grad:
+    others = {"target": problem.soft, "weight": problem.weight, "sample_weight": problem.sample_weight, **own}
+    for name, value in others.items():
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             return name
     return None
 

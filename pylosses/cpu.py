@@ -47,7 +47,10 @@ def _pointer(tensor: Tensor | None) -> int:
 def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
     """The arguments that forward and backward share, in the order of csrc/cpu/bindings.cpp."""
     y, soft = call.y, call.soft
-    normalizer = call.normalizer
+    normalizer = -1.0  # none
+    if call.normalizer is not None:
+        normalizer = float(call.normalizer)
+        normalizer = normalizer if normalizer > 0 else 0.0  # a tensor may hold anything: what is no divisor counts nothing
     return (
         _LOSSES[call.kernel][0],
         _DTYPE[x.dtype],
@@ -66,7 +69,7 @@ def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
         _pointer(call.sample_weight),
         call.scalars,
         _REDUCTION[call.reduction],
-        -1.0 if normalizer is None else float(normalizer),
+        normalizer,
         torch.get_num_threads(),
     )
 

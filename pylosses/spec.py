@@ -16,12 +16,16 @@ from torch import Tensor
 #: The backends in the order in which they are described; `reference` exists for every loss.
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 
+#: The families in the order in which tables show them.
+FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "linear", "score", "metric")
+
 #: Why a fused backend has no kernels for a family ("*": for any). A loss adds its own reasons in `LossSpec.missing`.
 NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {
         family: f"the {family} family has no C++ kernels yet"
-        for family in ("entropy", "select", "region", "contrastive", "linear", "score", "metric")
-    },
+        for family in ("select", "region", "contrastive", "linear", "score")
+    }
+    | {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {"*": "the CUDA kernels are not written yet"},
     "triton": {"*": "the Triton kernels are not written yet"},
 }
@@ -54,7 +58,7 @@ class LossSpec:
     name: str  #: stem of its files: pylosses/losses/<name>.py, and csrc/kernels when it has its own formula
     function: str  #: public function
     module: str | None  #: public nn.Module
-    family: str  #: softmax, margin, entropy, select, region, contrastive, linear, score, metric
+    family: str  #: one of FAMILIES
     inputs: str  #: "labelled" (input, target), "unlabelled" (input), or "own" (its own positional arguments)
     reference: Callable[..., Any]  #: the plain PyTorch witness
     paper: str

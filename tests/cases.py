@@ -188,7 +188,7 @@ def case(spec: LossSpec, sample: int = 0, kind: str = "plain", dtype: torch.dtyp
     if spec.inputs == "unlabelled":
         return Case(spec, (x.nan_to_num(0.0, 0.0, 0.0) if kind == "ignored" else x,), arguments, x.shape[1])
     if spec.family == "margin":
-        y = torch.where(_undecided(x.double(), y, arguments), IGNORE, y)
+        y = torch.where(undecided(x.double(), y, arguments), IGNORE, y)
     return Case(spec, (x, y), arguments, x.shape[1])
 
 
@@ -201,7 +201,7 @@ def arguments_of(spec: LossSpec, sample: int, classes: int, dtype: torch.dtype) 
     return arguments
 
 
-def _undecided(x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Tensor:
+def undecided(x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Rows (R) of a margin loss where rounding in float32 may decide which errors are kept: such flips are no fault.
 
     An error exactly at zero or at the threshold stays a test when nothing rounds: raw errors that are multiples of 1/64.

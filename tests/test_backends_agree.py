@@ -18,6 +18,7 @@ from cases import (
     layouts,
     name_of,
     run,
+    undecided,
     upstream_for,
 )
 from tolerance import agree
@@ -163,11 +164,9 @@ def test_expanded(spec, sample, backend, shape):
     x, *rest = c.shaped(1, 13, 1).inputs if shape == "pixels" else c.inputs
     for base in (x[..., :1, :] if shape == "pixels" else x[:1], x[:, :1]):
         wide = c._replace(inputs=(base.expand(x.shape), *rest))
-        if spec.family == "margin" and backend != "reference":  # ties and drawn margins: keep the decided rows only
-            from cases import _undecided
-
+        if spec.family == "margin":  # ties meet drawn margins: keep the decided rows only
             flat = wide.inputs[0].movedim(1, -1).reshape(-1, c.classes).double()
-            drop = _undecided(flat, rest[0].reshape(-1), c.arguments).reshape(rest[0].shape)
+            drop = undecided(flat, rest[0].reshape(-1), c.arguments).reshape(rest[0].shape)
             wide = wide._replace(inputs=(wide.inputs[0], torch.where(drop, IGNORE, rest[0])))
         compare(wide, backend, f"{spec.function}[expanded from {tuple(base.shape)}]")
 
@@ -204,31 +203,58 @@ def test_thread_counts(spec, sample, backend, threads):
             assert torch.equal(first.loss, second.loss) and torch.equal(first.grads[0], second.grads[0])
 
 
+SOFT = grid([LOSSES["cross_entropy"]], reference=False)
+
+
+def soft_case(sample: int, kind: str, dtype: torch.dtype, soft_dtype: torch.dtype) -> Case:
+    """Class probabilities as targets: the first row is one-hot, the second has no mass at all."""
+    c = case(LOSSES["cross_entropy"], sample, kind, dtype)
+    x = c.inputs[0]
+    soft = torch.softmax(3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(4)), dim=1)
+    soft[0] = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1])
+    soft[1] = 0
+    return c._replace(inputs=(x, soft.to(soft_dtype)))
+
+
+def compare_soft(c: Case, backend: str, what: str) -> None:
+    """As `compare`, with the gradient of the logits alone: a fused backend has none for the probabilities."""
+    __tracebackhide__ = True
+    up = upstream_for(c)
+
+    def of(called: Case, by: str) -> Result:
+        x = called.inputs[0].detach().requires_grad_()
+        loss = pylosses.cross_entropy(x, called.inputs[1], backend=by, **called.arguments)
+        return Result(loss.detach(), torch.autograd.grad(loss, x, up.to(loss.dtype)))
+
+    same_results(c, what, of(c, backend), of(c, "reference"), of(c.double(), "reference"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("soft_dtype", [None, torch.float32, torch.float64], ids=["same", "float32", "float64"])
 @pytest.mark.parametrize("layout", ["rows", "pixels", "channels_last_target"])
-@pytest.mark.parametrize(("spec", "sample", "backend"), grid([LOSSES["cross_entropy"]], reference=False))
+@pytest.mark.parametrize(("spec", "sample", "backend"), SOFT)
 def test_soft_targets(spec, sample, backend, layout, soft_dtype, dtype):
-    """Class probabilities as targets, some exactly 0 or 1, in their own dtype and layout."""
+    """Class probabilities in their own dtype and layout."""
     for kind in ("plain", "peaked", "offset"):
-        x = case(spec, sample, kind, dtype).inputs[0]
-        soft = torch.softmax(3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(4)), dim=1)
-        soft[0] = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1])
-        soft = soft.to(soft_dtype or dtype)
-        c = case(spec, sample, kind, dtype).but(reduction="none")._replace(inputs=(x, soft))
+        c = soft_case(sample, kind, dtype, soft_dtype or dtype).but(reduction="none")
         if layout != "rows":
-            rows = x.shape[0]
-            x4, soft4 = (t.reshape(1, rows, 1, -1).movedim(-1, 1).contiguous() for t in (x, soft))
+            rows = c.inputs[0].shape[0]
+            x, soft = (t.reshape(1, rows, 1, -1).movedim(-1, 1).contiguous() for t in c.inputs)
             if layout == "channels_last_target":
-                soft4 = soft4.contiguous(memory_format=torch.channels_last)
-            c = c._replace(inputs=(x4, soft4))
-        up = upstream_for(c)
+                soft = soft.contiguous(memory_format=torch.channels_last)
+            c = c._replace(inputs=(x, soft))
+        compare_soft(c, backend, f"soft targets[{kind}]")
 
-        def leaf(case_, backend_, up_=up):
-            logits = case_.inputs[0].detach().requires_grad_()
-            loss = pylosses.cross_entropy(logits, case_.inputs[1], backend=backend_, **case_.arguments)
-            return loss.detach(), torch.autograd.grad(loss, logits, up_.to(loss.dtype))[0]
 
-        got, plain, truth = leaf(c, backend), leaf(c, "reference"), leaf(c.double(), "reference")
-        agree(f"soft targets[{kind}] loss", got[0], plain[0], truth[0])
-        agree(f"soft targets[{kind}] gradient", got[1], plain[1], truth[1], row=1)
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "above_zero"])
+@pytest.mark.parametrize(("spec", "sample", "backend"), SOFT)
+def test_soft_target_reductions(spec, sample, backend, reduction, weighted):
+    """The divisors of soft targets; rows with a loss of exactly 0, or below it by a negative weight, are not above zero."""
+    c = soft_case(sample, "plain", torch.float32, torch.float32).but(reduction=reduction)
+    if weighted:
+        g = torch.Generator().manual_seed(5)
+        s = torch.rand(13, generator=g)
+        s[3:5] = -s[3:5]
+        c = c.but(weight=torch.rand(37, generator=g), sample_weight=s)
+    compare_soft(c, backend, f"soft targets[{reduction}]")

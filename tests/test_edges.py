@@ -126,6 +126,37 @@ def test_no_weight_left(spec, sample, backend):
             assert float(got.loss) == 0 and bool((got.grads[0] == 0).all()), (reduction, list(zeros))
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, -2.5, NAN])
+@pytest.mark.parametrize("function", ["cross_entropy", "hem_loss"])
+@pytest.mark.parametrize("backend", HEM)
+def test_normalizer_that_is_no_divisor(backend, function, value):
+    """A tensor that cannot be divided by gives 0 (or an error that names it); it is never taken for "no normalizer"."""
+    x, y = torch.randn(4, 5, requires_grad=True), torch.arange(4)
+    try:
+        loss = getattr(pylosses, function)(x, y, reduction="mean", normalizer=torch.tensor(value), backend=backend)
+    except ValueError as error:
+        assert "normalizer" in str(error)
+        return
+    zero_and_connected(f"normalizer {value}", loss, x)
+
+
+@pytest.mark.parametrize("unused", [INF, NAN])
+@pytest.mark.parametrize(("spec", "sample", "backend"), LABELLED_ROWS)
+def test_weight_of_an_absent_class_is_not_used(spec, sample, backend, unused):
+    """1 / count of a class without samples is inf: it does not matter to rows of other classes."""
+    c = case(spec, sample, "three_classes")
+    if c.arguments.get("label_smoothing"):
+        pytest.skip("smoothing gives every class mass")
+    x, y = c.inputs
+    y = torch.where(y == 1, 0, y)
+    weight = torch.tensor([0.5, unused, 2.0])
+    for reduction in ("none", "mean"):
+        got = run(c._replace(inputs=(x, y)).but(weight=weight, reduction=reduction), backend)
+        wanted = run(c._replace(inputs=(x, y)).but(weight=weight.nan_to_num(1.0, 1.0), reduction=reduction), backend)
+        close("loss", got.loss, wanted.loss, rtol=1e-6)
+        close("gradient", got.grads[0], wanted.grads[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("spec", "sample", "backend"), MARGIN)
 def test_nothing_above_zero(spec, sample, backend):
     """Every row is safe by more than its margin: loss 0 and gradient exactly 0 for every reduction."""

@@ -134,9 +134,19 @@ int64_t first_bad(const Problem& p) {
   }
   return -1;
 }
+bool label_free(int loss) {
+  int id = 0;
+  bool free = false;
+#define PYL_LABELLED(name, saved) id++;
+#define PYL_FREE(name, saved) free = free || loss == id++;
+  PYL_SOFTMAX_LOSSES(PYL_LABELLED) PYL_MARGIN_LOSSES(PYL_LABELLED) PYL_ENTROPY_LOSSES(PYL_FREE)
+#undef PYL_LABELLED
+#undef PYL_FREE
+  return free;
+}
 // Position of the first label that is neither a class nor ignored, or -1.
 int64_t first_bad_label(const Problem& p) {
-  if (!p.y) return -1;
+  if (!p.y || label_free(p.loss)) return -1;
   switch (p.y_type) {
     case Index::u8:
       return first_bad<uint8_t>(p);

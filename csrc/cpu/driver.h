@@ -11,6 +11,7 @@
 #include "losses/target.h"
 #include "losses/logit_norm.h"
 #include "losses/hem.h"
+#include "losses/entropy.h"
 
 namespace PYL_ISA {
 
@@ -31,13 +32,21 @@ __attribute__((noinline)) MarginResult<V> margin_formula(int loss, const Scalars
   switch (loss) { PYL_MARGIN_LOSSES(PYL_FORMULA) }
   __builtin_unreachable();
 }
+template <class T, class V>
+__attribute__((noinline)) EntropyResult<V> entropy_formula(int loss, const Scalars<T>& k, const EntropyRow<V>& r) {
+  switch (loss) { PYL_ENTROPY_LOSSES(PYL_FORMULA) }
+  __builtin_unreachable();
+}
 #undef PYL_FORMULA
 
-inline bool is_margin(int loss) {
+inline Family family_of(int loss) {
 #define PYL_CASE(name, saved) case id_##name:
-  switch (loss) { PYL_MARGIN_LOSSES(PYL_CASE) return true; }
+  switch (loss) {
+    PYL_MARGIN_LOSSES(PYL_CASE) return Family::margin;
+    PYL_ENTROPY_LOSSES(PYL_CASE) return Family::entropy;
+  }
 #undef PYL_CASE
-  return false;
+  return Family::softmax;
 }
 
 // What one row weighs.
@@ -73,7 +82,7 @@ struct Context {
         stats(p.saved ? divisors + 2 : nullptr) {
     for (int i = 0; i < kMaxScalars; ++i) k.own[i] = static_cast<T>(p.scalars[i]);
     double sum = static_cast<double>(p.classes);
-    if (weight) {
+    if (weight && p.loss == id_cross_entropy && p.scalars[0] > 0) {  // smoothing alone asks for it
       sum = 0;
       for (int64_t j = 0; j < p.classes; ++j) sum += weight[j];
     }

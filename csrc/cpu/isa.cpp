@@ -17,8 +17,11 @@ void forward_as(const Problem& p) {
   Context<T> c(p);
   Partial total;
   bool pixels = across_rows(p);
-  if (is_margin(p.loss)) pixels ? pixels_margin_forward(c, total) : margin_forward(c, total);
-  else pixels ? pixels_softmax_forward(c, total) : softmax_forward(c, total);
+  switch (family_of(p.loss)) {
+    case Family::softmax: pixels ? pixels_softmax_forward(c, total) : softmax_forward(c, total); break;
+    case Family::margin: pixels ? pixels_margin_forward(c, total) : margin_forward(c, total); break;
+    case Family::entropy: pixels ? pixels_entropy_forward(c, total) : entropy_forward(c, total); break;
+  }
   c.finish(total);
 }
 template <class T>
@@ -26,8 +29,11 @@ void backward_as(const Problem& p) {
   Context<T> c(p);
   c.begin_backward();
   bool pixels = across_rows(p);
-  if (is_margin(p.loss)) pixels ? pixels_margin_backward(c) : margin_backward(c);
-  else pixels ? pixels_softmax_backward(c) : softmax_backward(c);
+  switch (family_of(p.loss)) {
+    case Family::softmax: pixels ? pixels_softmax_backward(c) : softmax_backward(c); break;
+    case Family::margin: pixels ? pixels_margin_backward(c) : margin_backward(c); break;
+    case Family::entropy: pixels ? pixels_entropy_backward(c) : entropy_backward(c); break;
+  }
 }
 
 static void forward(const Problem& p) { p.dtype == Dtype::f64 ? forward_as<double>(p) : forward_as<float>(p); }

@@ -235,84 +235,86 @@ PYL_INLINE V sum_over(int64_t count, F f) {
 template <class T>
 struct TileStatistics {
   typedef typename Lanes<T>::V V;
-  // m, sum, sum_u and top as in OnlineSum, for every row; spread and mass for smoothing and soft targets
-  alignas(64) T m[kTileRows], sum[kTileRows], sum_u[kTileRows], top[kTileRows];
+  // m, sum, moment and top as in OnlineSum, for every row; spread and mass for smoothing and soft targets
+  Slack slack;
+  bool moments;
+  alignas(64) T m[kTileRows], sum[kTileRows], moment[kTileRows], top[kTileRows];
   alignas(64) T spread[kTileRows], mass[kTileRows], rest[kTileRows], length[kTileRows];
 
+  TileStatistics(Slack slack, bool moments) : slack(slack), moments(moments) {}
   void reset(int64_t width) {
-    for (int64_t r = 0; r < width; ++r) sum[r] = sum_u[r] = 0, top[r] = -infinity<T>();
+    for (int64_t r = 0; r < width; ++r) sum[r] = moment[r] = 0, top[r] = -infinity<T>();
+  }
+  // Each row's m starts from its label's logit, or from its first logit where there is no finite label.
+  void guess(Tile<T>& t, bool labels) {
+    for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
+      V u = load(t.u_label + r), v = load(t.at(0, r));
+      V g = labels ? where(u - u == 0, u, v) : v;
+      store(m + r, where(g - g == 0, g, V{}));
+    }
   }
   // Adds the block that `t` holds, rows r..
-  void block(Tile<T>& t, int64_t r, bool with_u) {
-    V base = load(m + r), total = load(sum + r), total_u = load(sum_u + r), largest = load(top + r), part, part_u{};
+  void block(Tile<T>& t, int64_t r) {
+    V base = load(m + r), total = load(sum + r), total_moment = load(moment + r), largest = load(top + r), part, part_moment{};
     auto pass = [&] {
       part = sum_over<V>(t.count, [&](int64_t j) {
         V u = load(t.at(j, r));
         largest = larger(u, largest);
         return exp_below(u - base);
       });
-      if (with_u)
-        part_u = sum_over<V>(t.count, [&](int64_t j) {
-          V u = load(t.at(j, r));
-          return where(u == -infinity<T>(), V{}, exp_below(u - base) * u);
+      if (moments)
+        part_moment = sum_over<V>(t.count, [&](int64_t j) {
+          V u = load(t.at(j, r)), d = u - base;
+          return where(u == -infinity<T>(), V{}, exp_below(d) * d);
         });
     };
     pass();
-    Int<V> low = largest > base + OnlineSum<T>::kAbove;
+    Int<V> low = largest > base + static_cast<T>(slack.above);
     if (any(low)) {
-      V better = where(low, largest, base), shrink = where(low, exp_below(base - better), splat<V>(1));
-      base = better, total *= shrink, total_u *= shrink;
+      recentre(where(low, largest, base), base, total, total_moment);
       pass();
     }
     store(m + r, base);
     store(sum + r, total + part);
-    store(sum_u + r, total_u + part_u);
+    store(moment + r, total_moment + part_moment);
     store(top + r, largest);
   }
-  // Ends the rows, with m the largest u of each. False when some m was so far above that its sum lost digits: start again from here.
+  static void recentre(V better, V& base, V& total, V& total_moment) {
+    V step = base - better, shrink = exp_below(step);
+    total_moment = where(total == 0, total_moment, shrink * (total_moment + step * total));
+    total = where(total == 0, total, total * shrink);
+    base = better;
+  }
+  // Ends the rows. False when some m was so far above that digits were lost: start again from here.
   bool done(const Tile<T>& t) {
     bool again = false;
     for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
-      V base = load(m + r), largest = load(top + r), total = load(sum + r);
+      V base = load(m + r), largest = load(top + r), total = load(sum + r), total_moment = load(moment + r);
       Int<V> usable = (load(t.live + r) != 0) & (largest != -infinity<T>()) & (total == total);
-      again |= any(usable & (largest < base - OnlineSum<T>::kBelow));
-      V centre = where(usable, exp_below(base - largest), splat<V>(1));
-      store(sum + r, total * centre);
-      store(sum_u + r, load(sum_u + r) * centre);
-      store(m + r, where(usable, largest, base));
+      Int<V> high = usable & (largest < base - static_cast<T>(slack.below));
+      again |= any(high);
+      recentre(where(slack.centre ? usable : high, largest, base), base, total, total_moment);
+      store(m + r, base);
+      store(sum + r, total);
+      store(moment + r, total_moment);
     }
     return !again;
   }
 };
 
-// |x| of every row, masked classes left out, by way of the largest entry: nothing overflows.
+// |x| of every row, masked classes left out; in double, where squares neither overflow nor lose digits.
 template <class T>
 void tile_norms(Tile<T>& t, T* length) {
-  typedef typename Lanes<T>::V V;
-  alignas(64) T largest[kTileRows] = {}, squares[kTileRows] = {};
-  auto each_block = [&](auto f) {
-    for (int64_t j = 0; j < t.c.p.classes; j += t.classes) {
-      if (!t.loaded()) t.load_raw(j);
-      for (int64_t r = 0; r < t.width; r += Lanes<T>::W) f(r);
-    }
-  };
-  each_block([&](int64_t r) {
-    V m = load(largest + r);
-    for (int64_t j = 0; j < t.count; ++j) {
-      V x = load(t.at(j, r));
-      m = larger(where(x == -infinity<T>(), V{}, absolute(x)), m);
-    }
-    store(largest + r, m);
-  });
-  each_block([&](int64_t r) {
-    V m = load(largest + r), inverse = 1 / where(m > 0, m, splat<V>(1));
-    V s = sum_over<V>(t.count, [&](int64_t j) {
-      V x = load(t.at(j, r)), z = where(x == -infinity<T>(), V{}, x * inverse);
-      return z * z;
-    });
-    store(squares + r, load(squares + r) + s);
-  });
-  for (int64_t r = 0; r < t.width; r += Lanes<T>::W) store(length + r, load(largest + r) * square_root(load(squares + r)));
+  double squares[kTileRows] = {};
+  for (int64_t block = 0; block < t.c.p.classes; block += t.classes) {
+    if (!t.loaded()) t.load_raw(block);
+    for (int64_t j = 0; j < t.count; ++j)
+      for (int64_t r = 0; r < t.width; ++r) {
+        double x = *t.at(j, r);
+        squares[r] += x == -__builtin_inf() ? 0 : x * x;
+      }
+  }
+  for (int64_t r = 0; r < t.width; ++r) length[r] = static_cast<T>(__builtin_sqrt(squares[r]));
 }
 
 template <class T>
@@ -382,26 +384,17 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& sums) {
     Tile<T> t(c);
-    TileStatistics<T> s;
+    TileStatistics<T> s(norm ? kUncentred : kWide, norm);
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
       if (norm) {
         tile_norms(t, s.length);
         set_norm_scale(t, s.length);
       }
-      // The first guess at each row's m is its label's logit, and its first logit where that is not to be had.
-      auto first_block = [&] {
-        for (int64_t r = 0; r < width; r += W) {
-          V u = load(t.u_label + r), v = load(t.at(0, r));
-          V guess = c.p.soft ? v : where(u - u == 0, u, v);
-          guess = where(guess - guess == 0, guess, V{});
-          store(s.m + r, guess);
-        }
-      };
       bool started = false, ready = false;
-      if (!t.whole()) {  // the labels come first: each may lie in any block
+      if (!t.whole() && !c.p.soft) {  // the labels come first: each may lie in any block
         for (int64_t block = 0; block < c.p.classes; block += t.classes) t.load_raw(block), t.apply_map(), t.lift_labels();
-        t.load_raw(0), t.apply_map(), first_block();
+        t.load_raw(0), t.apply_map(), s.guess(t, true);
         started = true, t.count = 0;
       }
       do {
@@ -413,8 +406,8 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
             if (!c.p.soft) t.lift_labels();
             ready = true;
           }
-          if (!started) first_block(), started = true;
-          for (int64_t r = 0; r < width; r += W) s.block(t, r, norm);
+          if (!started) s.guess(t, !c.p.soft), started = true;
+          for (int64_t r = 0; r < width; r += W) s.block(t, r);
         }
       } while (!s.done(t));
       if (smooth) tile_spread(t, s);
@@ -435,7 +428,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
         if (c.p.soft) t.save(2, r, load(s.mass + r));
         if (norm) {
           t.save(2, r, load(s.length + r));
-          t.save(3, r, where(d == 0, V{}, load(s.sum_u + r) / d / load(t.scale + r)));
+          t.save(3, r, where(d == 0, V{}, (m + load(s.moment + r) / d) / load(t.scale + r)));
         }
       }
       t.flush(sums);
@@ -471,6 +464,7 @@ void pixels_softmax_backward(const Context<T>& c) {
         V m = t.saved(0, r), d = t.saved(1, r), up = t.upstream(r), s = load(t.scale + r);
         V gain, weight_pull = up, at_label{}, norm_drag{}, live = load(t.live + r);
         if (c.p.soft) {
+          live = where(t.counted(r, splat<V>(1)), live, V{});  // a loss that is not above zero has no gradient of its own
           gain = up * (c.k.main * t.saved(2, r) + 2 * c.k.own[3] * (m + log(d)));
           weight_pull = up * c.k.main;
         } else {
@@ -517,6 +511,103 @@ void pixels_softmax_backward(const Context<T>& c) {
           }
         }
         t.finish_gradient(c.p.soft ? nullptr : label);
+      }
+    }
+  });
+}
+
+// ---- entropy ----
+
+template <class T>
+void pixels_entropy_forward(const Context<T>& c, Partial& total) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& sums) {
+    Tile<T> t(c);
+    TileStatistics<T> s(kTight, true);
+    alignas(64) T rest[kTileRows], moment[kTileRows];
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      t.load_raw(0);
+      s.guess(t, false);
+      auto each_block = [&](auto f) {
+        for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+          if (!t.whole()) t.load_raw(block);
+          for (int64_t r = 0; r < width; r += W) f(r);
+        }
+      };
+      do {
+        s.reset(width);
+        each_block([&](int64_t r) { s.block(t, r); });
+      } while (!s.done(t));
+      bool dominated = false;
+      for (int64_t r = 0; r < width; r += W) {
+        dominated |= any((load(t.live + r) != 0) & (load(s.sum + r) < static_cast<T>(kDominated)));
+        store(rest + r, splat<V>(-1));  // the largest entry itself is one of the ties
+        store(moment + r, V{});
+      }
+      if (dominated)  // sums without the largest entry, whose 1 would swallow the rest
+        each_block([&](int64_t r) {
+          V m = load(s.m + r), ties{};
+          store(moment + r, load(moment + r) + sum_over<V>(t.count, [&](int64_t j) {
+                              V u = load(t.at(j, r)), d = u - m;
+                              ties += where(u == m, splat<V>(1), V{});
+                              return where(u == -infinity<T>(), V{}, exp_below(d) * d);
+                            }));
+          V low = sum_over<V>(t.count, [&](int64_t j) {
+            V u = load(t.at(j, r));
+            return where(u < m, exp_below(u - m), V{});
+          });
+          store(rest + r, (load(rest + r) + ties) + low);
+        });
+      for (int64_t r = 0; r < width; r += W) {
+        V m = load(s.m + r), d = load(s.sum + r), mu = load(s.moment + r) / d, log_d = log(d);
+        if (dominated) {
+          V e = load(rest + r);
+          Int<V> few = d < static_cast<T>(kDominated);
+          log_d = where(few, log1p(where(few, e, V{})), log_d);
+          mu = where(few, load(moment + r) / (e + 1), mu);
+        }
+        EntropyResult<V> result = entropy_formula<T>(c.p.loss, c.k, EntropyRow<V>{log_d - mu});
+        Int<V> kept = result.mass != 0;
+        store(t.live + r, where(kept, load(t.live + r), V{}));
+        t.emit(r, result.loss, V{});
+        if (!c.stats) continue;
+        t.save(0, r, m);
+        t.save(1, r, d);
+        t.save(2, r, mu);
+        t.save(3, r, result.slope);
+      }
+      t.flush(sums);
+    }
+  });
+}
+
+template <class T>
+void pixels_entropy_backward(const Context<T>& c) {
+  typedef typename Lanes<T>::V V;
+  constexpr int W = Lanes<T>::W;
+  int64_t width = Tile<T>::rows_for(c.p.classes);
+  for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
+    Tile<T> t(c);
+    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
+      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
+      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
+        t.load_raw(block);
+        for (int64_t r = 0; r < width; r += W) {
+          V m = t.saved(0, r), d = t.saved(1, r), mu = t.saved(2, r), slope = t.saved(3, r);
+          V factor = -slope * t.upstream(r) / d;
+          factor = where(d == 0, splat<V>(static_cast<T>(__builtin_nan(""))), factor);  // every class masked
+          Int<V> on = (load(t.live + r) != 0) & (slope != 0);
+          for (int64_t j = 0; j < t.count; ++j) {
+            T* out = t.gradient(j);
+            V u = load(t.at(j, r)), g = u - m;
+            g = factor * where(u == -infinity<T>(), V{}, exp_below(g) * (g - mu));
+            t.put(out, j, r, where(on, g, V{}));
+          }
+        }
+        t.finish_gradient(nullptr);
       }
     }
   });

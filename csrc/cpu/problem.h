@@ -7,7 +7,7 @@ namespace pylosses {
 enum class Dtype : int { f32, bf16, f16, f64 };
 enum class Index : int { u8, i16, i32, i64 };
 enum class Reduction : int { none, sum, mean, above_zero };
-enum class Family : int { softmax, margin };
+enum class Family : int { softmax, margin, entropy };
 
 constexpr int kMaxDims = 64;  // torch's own limit
 constexpr int kMaxScalars = 8;
@@ -35,7 +35,7 @@ struct Problem {
   const void* x;
   Layout x_layout;
 
-  const void* y;  // null without labels
+  const void* y;  // null without labels; for a label-free loss a mask: rows that hold ignore_index are out
   Index y_type;
   int64_t ignore_index;
   const void* soft;  // class probabilities, null with labels

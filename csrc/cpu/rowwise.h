@@ -184,47 +184,58 @@ inline int64_t rows_per_chunk(const Problem& p) {
 
 // ---- softmax ----
 
-// sum of e^(u - m) in one pass, without knowing the largest u before: m is a guess (the label's logit) that may be up to `kAbove`
-// below or `kBelow` above the largest u without loss of precision. A block that shows it too low is done again with a better one.
+// Sums below it are of rows that one class dominates.
+constexpr double kDominated = 1.01;
+
+// How far the guess of OnlineSum may be from the largest u.
+struct Slack {
+  double above, below;  // the largest u may be this much above the guess, and this much below it
+  bool centre;          // m is to be the largest u in the end
+};
+constexpr Slack kWide{20, 40, true};       // nothing is lost in sums of e^(u - m)
+constexpr Slack kUncentred{20, 40, false};  // nor in those of e^(u - m) (u - m), as long as m stays where it is
+constexpr Slack kTight{1, 1, true};        // for sums of e^(u - m) (u - m) that are to be small
+
+// sum of e^(u - m) in one pass, without knowing the largest u before: m is a guess. A block that shows it too low is done again
+// with a better one.
 template <class T>
 struct OnlineSum {
   typedef typename Lanes<T>::V V;
-  static constexpr T kAbove = 20, kBelow = 40;
   T m;
-  V lanes[4] = {}, lanes_u[4] = {}, max;  // since the last flush; the largest u so far
-  double sum = 0, sum_u = 0;              // of e^(u - m) and, if `with_u`, of e^(u - m) u
+  Slack slack;
+  bool moments;
+  V lanes[4] = {}, lanes_moment[4] = {}, max;  // since the last flush; the largest u so far
+  double sum = 0, moment = 0;                  // of e^(u - m) and, if `moments`, of e^(u - m) (u - m)
   int64_t since_flush = 0;
-  bool with_u;
 
-  OnlineSum(T guess, bool with_u) : m(guess - guess == 0 ? guess : 0), max(splat<V>(-infinity<T>())), with_u(with_u) {}
+  OnlineSum(T guess, Slack slack, bool moments)
+      : m(guess - guess == 0 ? guess : 0), slack(slack), moments(moments), max(splat<V>(-infinity<T>())) {}
 
   void block(const T* u, int64_t n) {
     if (since_flush + n > 2 * kBlock) flush();
     since_flush += n;
-    V before[4], before_u[4];
-    for (int k = 0; k < 4; ++k) before[k] = lanes[k], before_u[k] = lanes_u[k];
+    V before[4], before_moment[4];
+    for (int k = 0; k < 4; ++k) before[k] = lanes[k], before_moment[k] = lanes_moment[k];
     add(u, n);
-    if (!any(max > m + kAbove)) return;
-    T better = max_of(max);
-    double shrink = __builtin_exp(static_cast<double>(m) - better);
-    sum *= shrink, sum_u *= shrink;
-    for (int k = 0; k < 4; ++k) lanes[k] = before[k] * static_cast<T>(shrink), lanes_u[k] = before_u[k] * static_cast<T>(shrink);
-    m = better;
+    if (!any(max > m + static_cast<T>(slack.above))) return;
+    for (int k = 0; k < 4; ++k) lanes[k] = before[k], lanes_moment[k] = before_moment[k];
+    flush();
+    recentre(max_of(max));
     add(u, n);
   }
   void add(const T* u, int64_t n) {
     V base = splat<V>(m), top = max, s[4];
     for (int k = 0; k < 4; ++k) s[k] = lanes[k];
-    if (with_u) {
-      V su[4];
-      for (int k = 0; k < 4; ++k) su[k] = lanes_u[k];
+    if (moments) {
+      V sm[4];
+      for (int k = 0; k < 4; ++k) sm[k] = lanes_moment[k];
       over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
-        V e = exp_below(v - base);
+        V d = v - base, e = exp_below(d);
         s[k] += e;
-        su[k] += where(v == -infinity<T>(), V{}, e * v);  // a masked class counts nothing
+        sm[k] += where(v == -infinity<T>(), V{}, e * d);  // a masked class counts nothing
         top = larger(v, top);
       });
-      for (int k = 0; k < 4; ++k) lanes_u[k] = su[k];
+      for (int k = 0; k < 4; ++k) lanes_moment[k] = sm[k];
     } else {
       over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
         s[k] += exp_below(v - base);
@@ -236,21 +247,25 @@ struct OnlineSum {
   }
   void flush() {
     sum += sum_of((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
-    if (with_u) sum_u += sum_of((lanes_u[0] + lanes_u[1]) + (lanes_u[2] + lanes_u[3]));
-    for (int k = 0; k < 4; ++k) lanes[k] = lanes_u[k] = V{};
+    if (moments) moment += sum_of((lanes_moment[0] + lanes_moment[1]) + (lanes_moment[2] + lanes_moment[3]));
+    for (int k = 0; k < 4; ++k) lanes[k] = lanes_moment[k] = V{};
     since_flush = 0;
   }
-  // Ends the row, with m the largest u. False when m was so far above it that the sum lost digits: start again from here.
+  void recentre(T better) {
+    double step = static_cast<double>(m) - better, shrink = __builtin_exp(step);
+    if (sum != 0) moment = shrink * (moment + step * sum);
+    sum *= shrink, m = better;
+  }
+  // Ends the row. False when m was so far above it that digits were lost: start again from here.
   bool done() {
     flush();
     T top = max_of(max);
     if (top == -infinity<T>() || sum != sum) return true;
-    if (top < m - kBelow) {
-      *this = OnlineSum(top, with_u);
+    if (top < m - static_cast<T>(slack.below)) {
+      *this = OnlineSum(top, slack, moments);
       return false;
     }
-    double centre = __builtin_exp(static_cast<double>(m) - top);
-    sum *= centre, sum_u *= centre, m = top;
+    if (slack.centre) recentre(top);
     return true;
   }
 };
@@ -305,7 +320,7 @@ template <class T>
 void soft_forward(const Context<T>& c, RowReader<T>& x, SoftReader<T>& target, const Map<T>& map, int64_t row, Partial& sums) {
   x.seek(row);
   target.seek(row);
-  OnlineSum<T> online(*x.mapped(map, 0, 1), false);
+  OnlineSum<T> online(*x.mapped(map, 0, 1), kWide, false);
   do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.mapped(map, j, n), n); });
   while (!online.done());
   double log_d = __builtin_log(online.sum), lse = online.m + log_d, mass = 0, loss = 0;
@@ -343,11 +358,11 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       x.seek(row);
       double length = 0;
       if (norm) {
-        length = row_norm(x, c.p.classes);
+        length = static_cast<T>(row_norm(x, c.p.classes));  // as backward will find it
         map.scale = static_cast<T>(1 / (c.k.own[0] * (length + c.p.scalars[1])));
       }
       T u_label = *x.mapped(map, y, 1);
-      OnlineSum<T> online(u_label, norm);
+      OnlineSum<T> online(u_label, norm ? kUncentred : kWide, norm);
       do over_others(x, map, y, [&](const T* u, int64_t, int64_t n) { online.block(u, n); });
       while (!online.done());
       RowWeights<T> w = c.weights(row, y);
@@ -367,7 +382,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       c.stat(1, row) = static_cast<T>(online.sum);
       if (norm) {
         c.stat(2, row) = static_cast<T>(length);
-        c.stat(3, row) = online.sum > 0 ? static_cast<T>(online.sum_u / online.sum / map.scale) : T(online.sum);
+        c.stat(3, row) = online.sum == 0 ? 0 : static_cast<T>((online.m + online.moment / online.sum) / map.scale);
       }
     }
   });
@@ -410,6 +425,10 @@ void softmax_backward(const Context<T>& c) {
       if (norm) map.scale = static_cast<T>(1 / (c.k.own[0] * (length + c.p.scalars[1])));
       T slope, pull, label = 0, drag = 0;
       if (c.p.soft) {
+        if (!c.counted(w, 1)) {  // a loss that is not above zero has no gradient of its own
+          grad.fill(0);
+          continue;
+        }
         T lse = m + static_cast<T>(__builtin_log(d));
         slope = up * (c.k.main * c.stat(2, row) + 2 * c.k.own[3] * lse);
         pull = up * c.k.main;
@@ -445,6 +464,85 @@ void softmax_backward(const Context<T>& c) {
         grad.done(j, n);
       });
       if (!c.p.soft) grad.put(y, label);
+    }
+  });
+}
+
+// ---- entropy ----
+
+// For a row that one class dominates: sums without the largest entry, whose 1 would swallow the rest.
+template <class T>
+void rest_of_block(const T* u, int64_t n, T m, double& rest, double& moment) {
+  typedef typename Lanes<T>::V V;
+  V s{}, sm{}, ties{};
+  over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int) {
+    V d = v - m, e = exp_below(d);
+    s += where(v < m, e, V{});
+    sm += where(v == -infinity<T>(), V{}, e * d);
+    ties += where(v == m, splat<V>(1), V{});
+  });
+  rest += sum_of(s) + sum_of(ties);
+  moment += sum_of(sm);
+}
+
+template <class T>
+void entropy_forward(const Context<T>& c, Partial& total) {
+  typedef typename Lanes<T>::V V;
+  for_chunks(c.p, rows_per_chunk(c.p), &total, [&](int64_t begin, int64_t end, Partial& sums) {
+    RowReader<T> x(c);
+    for (int64_t row = begin; row < end; ++row) {
+      if (c.label(row) < 0) {
+        c.emit_ignored(row);
+        continue;
+      }
+      x.seek(row);
+      OnlineSum<T> online(*x.raw(0, 1), kTight, true);
+      do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.raw(j, n), n); });
+      while (!online.done());
+      double d = online.sum, log_d = __builtin_log(d), mu = online.moment / d;
+      if (d < kDominated) {
+        double rest = -1, moment = 0;  // the largest entry itself is one of the ties
+        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { rest_of_block(x.raw(j, n), n, online.m, rest, moment); });
+        log_d = __builtin_log1p(rest), mu = moment / (1 + rest);
+      }
+      EntropyResult<V> result = entropy_formula<T>(c.p.loss, c.k, EntropyRow<V>{splat<V>(static_cast<T>(log_d - mu))});
+      RowWeights<T> w = c.weights(row, 0);
+      w.mass = result.mass[0];
+      if (w.mass != 0) c.emit(row, w, result.loss[0], 0, sums);
+      else c.emit_ignored(row);
+      if (!c.stats) continue;
+      c.stat(0, row) = online.m;
+      c.stat(1, row) = static_cast<T>(d);
+      c.stat(2, row) = static_cast<T>(mu);
+      c.stat(3, row) = result.slope[0];
+    }
+  });
+}
+
+template <class T>
+void entropy_backward(const Context<T>& c) {
+  typedef typename Lanes<T>::V V;
+  for_chunks(c.p, rows_per_chunk(c.p), nullptr, [&](int64_t begin, int64_t end, Partial&) {
+    RowReader<T> x(c);
+    RowGradient<T> grad(c);
+    for (int64_t row = begin; row < end; ++row) {
+      grad.seek(row);
+      T slope = c.label(row) < 0 ? 0 : c.stat(3, row);
+      if (slope == 0) {  // filtered or masked: not even read
+        grad.fill(0);
+        continue;
+      }
+      x.seek(row);
+      T m = c.stat(0, row), d = c.stat(1, row), mu = c.stat(2, row);
+      T factor = -slope * c.upstream(row, c.weights(row, 0)) / d;
+      if (d == 0) factor = static_cast<T>(__builtin_nan(""));  // every class masked
+      over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+        map_lanes(x.raw(j, n), n, grad.block(j), [&](V v, int64_t) {
+          V g = v - m;
+          return factor * where(v == -infinity<T>(), V{}, exp_below(g) * (g - mu));
+        });
+        grad.done(j, n);
+      });
     }
   });
 }

@@ -9,6 +9,10 @@
 //   The formula turns MarginRow into a loss and the factor of each kept slope; the driver writes
 //     dL/dx_j = factor h'(raw_j)   (j kept),      dL/dx_y = -(sum of the others).
 //
+// entropy: no label. With m = max x, d = sum e^(x - m), mu = sum p_j (x_j - m): H = log(d) - mu.
+//   The formula turns H into a loss, whether the row counts, and dL/dH; the driver writes
+//     dL/dx_j = -slope p_j ((x_j - m) - mu).
+//
 // Headers are included after the maths of their backend (exp, log1p, ... for V) inside its namespace.
 #pragma once
 
@@ -70,6 +74,18 @@ template <class V>
 struct MarginResult {
   V loss;
   V factor;
+};
+
+template <class V>
+struct EntropyRow {
+  V entropy;
+};
+
+template <class V>
+struct EntropyResult {
+  V loss;
+  V mass;   // 0 for a row that is filtered out
+  V slope;  // dL/dH
 };
 
 // Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope.

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, unlabelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, register
+from ..spec import LossSpec, Pack, register
 
 
 def reference(rows: Rows, *, max_entropy: float | None) -> RowLoss:
@@ -35,6 +36,10 @@ def reliable(row_loss: Callable[[Tensor], Tensor], x: Tensor, max_entropy: float
     kept = entropy_rows(x.detach()) < max_entropy  # not a NaN row
     value = row_loss(torch.where(kept[:, None], x, 0))
     return RowLoss(torch.where(kept, value, 0), kept.to(x.dtype))
+
+
+def pack(problem: Problem, *, max_entropy: float | None) -> Pack:
+    return Pack((0.0, 0.0) if max_entropy is None else (max_entropy, 1.0))
 
 
 def filter_argument(max_entropy: float | None) -> float | None:
@@ -94,6 +99,8 @@ SPEC = register(
         family="entropy",
         inputs="unlabelled",
         reference=reference,
+        kernel="entropy",
+        pack=pack,
         samples=({}, {"max_entropy": 1.5}),
         paper="Wang et al. 2021, Tent; Niu et al. 2023, SAR",
     )

@@ -1,0 +1,396 @@
+"""Can the bench be trusted? Gate, rounds, memory, rows on disk, and every stated equality with another library."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from pylosses import cli
+from pylosses.checking import function_of
+from pylosses.spec import LOSSES
+
+eager, gate, parity, peers, providers, report, run, shapes, timing, worker = (
+    cli.bench_module(name)
+    for name in ("eager", "gate", "parity", "peers", "providers", "report", "run", "shapes", "timing", "worker")
+)
+
+ROWS = shapes.Shape("rows", (12, 40), "rows")
+SMALL_SHAPES = (
+    ROWS,
+    shapes.Shape("pixels", (2, 19, 6, 5), "pixels"),
+    shapes.Shape("contrastive", (16, 8), "contrastive"),
+    shapes.Shape("linear", (8, 30, 16), "linear"),
+)
+
+
+# What is measured
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("cifar", (128, 10)),
+        ("imagenet", (256, 1000)),
+        ("llama", (4096, 32000)),
+        ("llama3", (2048, 128256)),
+        ("gemma", (512, 256000)),
+        ("cityscapes", (4, 19, 512, 1024)),
+        ("ade20k", (8, 150, 256, 256)),
+        ("camvid", (12, 12, 360, 480)),
+        ("medical3d", (1, 4, 96, 96, 96)),
+        ("contrastive", (4096, 512)),
+    ],
+)
+def test_named_shapes(name, sizes):
+    assert shapes.find(name)[0].sizes == sizes
+
+
+def test_shapes_by_their_sizes_and_unknown_names():
+    assert [(s.sizes, s.kind) for s in shapes.find("64x100")] == [((64, 100), "rows")]
+    assert [(s.sizes, s.kind) for s in shapes.find("2x19x8x8")] == [((2, 19, 8, 8), "pixels")]
+    assert len(shapes.find("sweep")) == len(shapes.SWEEP)
+    with pytest.raises(ValueError, match="unknown shape 'moon'; the shapes are: cifar, imagenet"):
+        shapes.find("moon")
+
+
+@pytest.mark.parametrize("shape", shapes.SHAPES.values(), ids=lambda s: s.name)
+def test_a_shape_with_fewer_rows_keeps_its_classes(shape):
+    small = shape.fewer_rows(1 << 16)
+    assert small.logits <= max(1 << 16, 4 * shape.classes, 16 * shape.classes)
+    assert len(small.sizes) == len(shape.sizes)
+    if shape.kind != "contrastive":
+        assert small.classes == shape.classes
+
+
+def test_every_loss_is_timed_or_has_a_reason():
+    for spec in LOSSES.values():
+        timed = any(shapes.fits(spec, shape) for shape in shapes.SHAPES.values())
+        assert timed or spec.family in shapes.NOT_TIMED, spec.name
+
+
+@pytest.mark.parametrize("name", [name for name in eager.EAGER if name in LOSSES])
+def test_the_eager_formula_is_the_loss(name):
+    spec, entry = LOSSES[name], eager.EAGER[name]
+    compared = 0
+    for shape in SMALL_SHAPES:
+        if not shapes.fits(spec, shape):
+            continue
+        given = shapes.inputs(spec, shape, torch.float64, "cpu")
+        own = providers.concrete(entry.arguments, shape, "cpu")
+        truth = gate.evaluate(lambda *t, own=own: function_of(spec)(*t, backend="reference", **own), given)
+        assert gate.sharp(gate.evaluate(lambda *t, own=own: entry.function(*t, **own), given), truth, torch.float64) is None
+        compared += 1
+    assert compared
+
+
+def test_every_loss_but_helpers_has_an_eager_formula():
+    helpers = {"utility_perturbation"}  # picks inputs by rank; there is no loss to write down
+    for spec in LOSSES.values():
+        assert spec.name in eager.EAGER or spec.family in shapes.NOT_TIMED or spec.name in helpers, spec.name
+
+
+def test_a_peer_with_other_arguments_makes_a_variant():
+    assert providers.variants(LOSSES["dice"], peers=False) == [{}]
+    assert {"absent": "zero"} in providers.variants(LOSSES["dice"], peers=True)
+
+
+# The gate
+
+
+def measured(peers=False, exclude=None, **changes):
+    """Rows of focal at a small shape, measured in this process."""
+    request = {
+        "loss": "focal",
+        "variant": 0,
+        "shape": "rows",
+        "shape_kind": "rows",
+        "sizes": (12, 40),
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "backends": ["reference"],
+        "compile": False,
+        "peers": peers,
+        "budget": 0.0,
+        "least": 2,
+        "exclude": exclude or {},
+        **changes,
+    }
+    return {row["provider"]: row for row in worker.Measurement(request, lambda **event: None).times()}
+
+
+def test_rows_hold_times_ratios_and_copies():
+    rows = measured()
+    assert set(rows) == {"pylosses reference", "eager", "copy"}
+    for name in ("pylosses reference", "eager"):
+        row = rows[name]
+        assert row["status"] == "ok" and row["rounds"] == 2
+        assert set(row["ms"]) == {"forward", "backward", "both", "no_grad"}
+        assert row["ms"]["both"]["low"] <= row["ms"]["both"]["median"] <= row["ms"]["both"]["high"]
+        assert row["copies"]["median"] > 0 and row["gb_per_s"]["both"] > 0
+    assert rows["pylosses reference"]["ratio"]["both"]["median"] == 1
+    assert rows["eager"]["against"] == "pylosses reference"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda x, y: 1.01 * eager.focal(x, y), "error of the loss"),
+        (lambda x, y: eager.focal(x, y).detach() + 0.9 * (f := eager.focal(x, y)) - 0.9 * f.detach(), "error of the gradient"),
+        (lambda x, y: eager.focal(x, y) * torch.nan, "error of the loss"),
+        (lambda x, y: eager.focal(x, y) + 0 * x.data.add_(1).sum(), "error of the loss|input was modified"),
+    ],
+    ids=["loss", "gradient", "nan", "input"],
+)
+def test_a_provider_that_disagrees_fails_and_gets_no_time(wrong, reason, monkeypatch):
+    monkeypatch.setitem(eager.EAGER, "focal", eager.Eager(wrong))
+    row = measured()["eager"]
+    assert row["status"] == "FAILED"
+    assert re.search(reason, row["reason"])
+    assert "ms" not in row and "ratio" not in row
+
+
+def test_a_provider_that_is_wrong_only_at_the_full_shape_fails(monkeypatch):
+    monkeypatch.setattr(gate, "SMALL", 200)
+
+    def wrong(x, y):
+        return eager.focal(x, y) if len(x) < 12 else eager.focal(x[:6], y[:6])
+
+    peer = peers.Peer("half", None, "focal", "half(x, y)", lambda torch: wrong)
+    monkeypatch.setattr(providers, "PEERS", (peer,))
+    rows = measured(peers=True)
+    assert rows["half"]["status"] == "FAILED" and "mean error" in rows["half"]["reason"]
+    assert rows["eager"]["status"] == "ok"
+
+
+def test_a_provider_that_raises_is_a_row(monkeypatch):
+    def broken(x, y):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setitem(eager.EAGER, "focal", eager.Eager(broken))
+    rows = measured()
+    assert (rows["eager"]["status"], rows["eager"]["reason"]) == ("error", "RuntimeError: out of order")
+    assert rows["pylosses reference"]["status"] == "ok"
+
+
+def test_a_missing_peer_and_one_that_needs_cuda_are_rows(monkeypatch):
+    missing = peers.Peer("no-such-library", "no_such_library.losses", "focal", "f(x, y)", lambda m: m.f)
+    cuda = peers.Peer("needs-cuda", "torch", "focal", "f(x, y)", lambda m: m.f, device="cuda")
+    monkeypatch.setattr(providers, "PEERS", (missing, cuda))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = measured(peers=True)
+    assert (rows["no-such-library"]["status"], rows["no-such-library"]["reason"]) == (
+        "missing",
+        "not installed: pip install no-such-library",
+    )
+    assert (rows["needs-cuda"]["status"], rows["needs-cuda"]["reason"]) == ("missing", "needs CUDA")
+
+
+def test_too_little_memory_is_a_row(monkeypatch):
+    monkeypatch.setattr(timing, "available_memory", lambda: 1024)
+    assert {row["status"] for name, row in measured().items() if name != "copy"} == {"memory"}
+
+
+def test_a_backend_without_a_kernel_gives_its_reason_and_the_reference_stands_in():
+    rows = measured(loss="confidence_scores", backends=None)
+    fused = rows["pylosses cpu"]
+    assert (fused["status"] == "ok") == ("pylosses reference" not in rows)
+    assert fused["status"] == "ok" or fused["reason"]
+    assert set(rows["eager"]["ms"]) == {"no_grad"}  # scores have no backward
+
+
+# Time, noise, memory
+
+
+def test_rounds_interleave_and_rotate():
+    order = []
+    steps = {name: (lambda name=name: order.append(name) or {"both": 1.0}) for name in "abc"}
+    samples = timing.rounds(steps, budget=0.0, least=3, most=10)
+    assert "".join(order) == "abcbcacab"
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_ratios_are_taken_round_by_round():
+    slow, fast = [{"both": 2.0}, {"both": 40.0}, {"both": 6.0}], [{"both": 1.0}, {"both": 20.0}, {"both": 2.0}]
+    assert timing.ratios(slow, fast)["both"]["median"] == 2.0
+
+
+def test_noise_is_the_share_that_others_took():
+    before = timing.Load(busy=0, steal=0, total=0, own=0, frequency=2000)
+    quiet = timing.noise(before, timing.Load(busy=100, steal=0, total=200, own=100, frequency=2000))
+    assert quiet["others"] == 0 and quiet["noisy"] is False
+    assert timing.noise(before, timing.Load(busy=150, steal=0, total=200, own=100, frequency=2000))["noisy"] is True
+    assert timing.noise(before, timing.Load(busy=100, steal=20, total=200, own=100, frequency=2000))["noisy"] is True
+    assert timing.noise(before, timing.Load(busy=100, steal=0, total=200, own=100, frequency=1500))["noisy"] is True
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_peak_memory_counts_what_was_freed_again():
+    def step():
+        for _ in range(2):
+            torch.ones(48 << 20, dtype=torch.uint8)
+
+    peak = timing.extra_memory(step, "cpu")
+    if peak is None:
+        pytest.skip("the peak cannot be reset here")
+    assert 44 << 20 <= peak <= 100 << 20
+
+
+# Rows on disk
+
+
+def some_rows(**changes):
+    about = {
+        "loss": "focal", "arguments": "", "shape": "rows", "shape_kind": "rows", "sizes": (12, 40), "dtype": "float32",
+        "device": "cpu", "threads": 1, "allocator": "default",
+    }  # fmt: skip
+    return [{**about, **row, **changes} for row in measured().values()]
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path):
+    record = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "a" / "run.json", tmp_path / "b" / "history.jsonl")
+    rows = some_rows()
+    for count in (1, 2):
+        record.add(rows)
+        saved = json.loads((tmp_path / "a" / "run.json").read_text())
+        assert len(saved["rows"]) == count * len(rows)
+        assert saved["commit"] and saved["versions"]["torch"] == torch.__version__ and saved["cpu"]["model"]
+        lines = (tmp_path / "b" / "history.jsonl").read_text().splitlines()
+        assert [json.loads(line)["provider"] for line in lines] == count * [row["provider"] for row in rows]
+    assert len(report.Record.load(tmp_path / "a" / "run.json").rows) == 2 * len(rows)
+
+
+class FakeWorker(run.Worker):
+    """Dies at the provider "bad" unless that one is left out."""
+
+    SCRIPT = """
+import json, os, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    for name in ("good", "bad"):
+        if name in request["exclude"]:
+            continue
+        print(json.dumps({"event": "provider", "name": name, "doing": "timing"}), flush=True)
+        if name == "bad":
+            os.kill(os.getpid(), 9)
+    rows = [{"provider": "good", "status": "ok"}, {"provider": "bad", "status": "error", "reason": request["exclude"]["bad"]}]
+    print(json.dumps({"event": "rows", "rows": rows}), flush=True)
+"""
+
+    def _start(self):
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", self.SCRIPT], stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        return self._heard()
+
+
+def test_a_provider_that_kills_its_process_costs_one_row():
+    configuration = run.Configuration("focal", 0, "", ROWS, "float32", False, ("default",))
+    fake = FakeWorker({})
+    try:
+        rows = run._times(configuration, "default", fake, {"device": "cpu", "threads": 1}, lambda event: None)
+    finally:
+        fake.stop()
+    assert [(row["provider"], row["status"]) for row in rows] == [("good", "ok"), ("bad", "error")]
+    assert "killed by signal 9: too little memory?" in rows[1]["reason"]
+
+
+def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--loss", "focal", "--shape", "16x12", "--backend", "reference", "--budget", "0.01", "--threads", "1"]
+    code = cli.main(["bench", *options, "--no-compile", "--no-history", "--json", "out.json"])
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "focal, 16x12 16x12 float32" in shown and "pylosses reference" in shown
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["allocator"] for row in rows} == {"default", "huge pages"}
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "moon"], "unknown shape 'moon'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'; the dtypes are: float32"),
+        (["--loss", "auroc"], "nothing to measure: auroc does not take any shape"),
+        (["--loss", "dice", "--shape", "cifar"], "nothing to measure: dice does not take cifar"),
+    ],
+)
+def test_options_that_make_no_sense_are_exit_code_2(options, message, capsys):
+    assert cli.main(["bench", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+# Table and pictures
+
+
+def test_the_table_shows_failures_and_reasons_instead_of_numbers():
+    rows = some_rows()
+    rows[1] = {**rows[1], "status": "FAILED", "reason": "largest error of the loss is 1e-02"}
+    absent = {"provider": "absent", "kind": "peer", "status": "missing", "reason": "not installed: pip install absent"}
+    rows.append({**rows[0], **absent})
+    out = io.StringIO()
+    report.table(rows, Console(file=out, width=170))
+    lines = {line.split("  ")[1]: line for line in out.getvalue().splitlines() if line.startswith("  ")}
+    assert "FAILED: largest error of the loss is 1e-02" in lines["eager"]
+    assert "not installed: pip install absent" in lines["absent"]
+
+
+def test_pictures_are_drawn_from_a_record(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = []
+    for shape in (ROWS, *shapes.SWEEP[:3]):
+        for allocator in ("default", "huge pages"):
+            for row in some_rows(shape=shape.name, sizes=shape.sizes, allocator=allocator, extra_bytes=1 << 20):
+                fused = row["provider"] == "pylosses reference"
+                rows.append({**row, "against": "pylosses cpu", "kind": "ours" if fused else row["kind"]})
+    record = report.Record.start({"device": "cpu", "threads": 1}, None, None)
+    record.rows = rows
+    written = report.plots(record, tmp_path)
+    assert [file.name for file in written] == ["speedup.png", "classes.png", "memory.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+
+
+def test_many_bars_are_split_by_shape():
+    rows = [{"shape": shape} for shape in ("a", "b") for _ in range(report.BARS_MOST)]
+    assert [(name, len(page)) for name, page in report._pages("speedup", rows)] == [
+        ("speedup-a", report.BARS_MOST),
+        ("speedup-b", report.BARS_MOST),
+    ]
+
+
+# Parity with other libraries
+
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda p: f"{p.library}-{p.loss}-{p.theirs}")
+def test_a_peer_agrees_under_the_stated_arguments(peer):
+    found = parity.difference(peer)
+    if isinstance(found, str):
+        assert peer.library != "torch"
+        pytest.skip(f"{peer.library}: {found}")
+    assert found.shapes > 0
+    assert max(found.loss, found.gradient) <= parity.TOLERANCE[peer.single]
+
+
+def test_parity_notices_a_difference():
+    wrong = dataclasses.replace(peers.PEERS[0], arguments={"label_smoothing": 0.1})
+    assert parity.difference(wrong).loss > 1e-3
+
+
+def test_the_printed_parity_table_is_up_to_date():
+    file = Path(__file__).parents[1] / "bench" / "results" / "parity.md"
+    if not file.exists():
+        pytest.skip("not in a source tree")
+    text = file.read_text()
+    for peer in peers.PEERS:
+        assert f"| {peer.loss} | {peer.library}" in text and f"`{peer.theirs}`" in text and f"`{parity._ours(peer)}`" in text
+    for library, theirs, loss, why in peers.DIFFERENT:
+        assert f"| {loss} | {library} | `{theirs}` | {why} |" in text
