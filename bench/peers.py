@@ -34,6 +34,7 @@ class Peer:
     device: str = "any"  #: or "cuda"
     single: bool = False  #: computes in float32 whatever comes in
     timed: bool = True  #: False: the same code as another row, with other arguments
+    memory: Callable[[tuple[int, ...]], int] | None = None  #: bytes it needs for these sizes, if out of the ordinary
     note: str = ""
 
     def load(self) -> tuple[Callable[..., Tensor] | None, str | None]:
@@ -295,6 +296,7 @@ PEERS: tuple[Peer, ...] = (
         "(NTXentLoss(0.07)(a, i, ref_emb=b, ref_labels=j) + NTXentLoss(0.07)(b, i, ref_emb=a, ref_labels=j)) / 2",
         lambda pml: _both_directions(pml.NTXentLoss(0.07)),
         kinds=("contrastive",),
+        memory=lambda sizes: 30 * sizes[0] ** 3,  # it compares every positive with every negative of the batch
         note="i = torch.arange(N), j = i.clone()",
     ),
     Peer(

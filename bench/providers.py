@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,14 @@ class Provider:
 
     name: str
     kind: str  #: "ours", "reference", "eager", "compile", "torch" or "peer"
-    call: Callable[..., Any] | None  #: positional tensors -> loss
+    call: Callable[..., Any]  #: positional tensors -> loss
     reason: str | None = None  #: why it cannot run here
     note: str = ""  #: how it is called
-    memory_factor: float = field(init=False)
+    memory: int | None = None  #: bytes it needs, where that is out of the ordinary
 
-    def __post_init__(self) -> None:
-        self.memory_factor = MEMORY_FACTOR[self.kind]
+    def need(self, shape: Shape) -> int:
+        """Bytes that a step may need, with the logits and a gradient to compare with."""
+        return self.memory or int(shape.logits * 4 * (2 + MEMORY_FACTOR[self.kind]))
 
 
 def variants(spec: LossSpec, peers: bool) -> list[dict[str, Any]]:
@@ -79,8 +80,6 @@ def providers(
         formula = partial(entry.function, **own) if own else entry.function
         found.append(Provider("eager", "eager", formula))
         if compile:
-            # A graph for each shape, as in training; the cache of an earlier configuration must not run out.
-            torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
             found.append(Provider("torch.compile", "compile", torch.compile(formula, dynamic=False)))
     for peer in PEERS:
         if peer.loss == spec.name and peer.timed and peer.arguments == arguments and (peers or peer.library == "torch"):
@@ -105,11 +104,14 @@ def _peer(peer: Peer, shape: Shape, dtype: torch.dtype) -> Provider:
     name = peer.theirs.partition("(")[0] if kind == "torch" else peer.library
     if kind == "torch" and peer.note:
         name += f" ({peer.note})"
-    reason = peer.why_not(shape.kind, len(shape.sizes), dtype)
-    call = None
+    call, reason = None, peer.why_not(shape.kind, len(shape.sizes), dtype)
     if reason is None:
         call, reason = peer.load()
-    return Provider(name, kind, call, reason, note=peer.theirs)
+    return Provider(name, kind, call or _absent, reason, peer.theirs, peer.memory and peer.memory(shape.sizes))
+
+
+def _absent(*inputs: Tensor) -> Tensor:
+    raise RuntimeError("a provider with a reason against it was called")
 
 
 def scalar(result: Any) -> Tensor:

@@ -122,15 +122,16 @@ def groups(rows: list[Row]) -> Iterator[tuple[Row, dict[str, dict[str, Row]]]]:
 
 def title_of(row: Row) -> str:
     sizes = "x".join(map(str, row["sizes"]))
+    shape = sizes if row["shape"] == sizes else f"{row['shape']} {sizes}"
     arguments = f" {row['arguments']}" if row["arguments"] else ""
-    return f"{row['loss']}{arguments}, {row['shape']} {sizes} {row['dtype']}"
+    return f"{row['loss']}{arguments}, {shape} {row['dtype']}"
 
 
 #: Header and width of the columns after the provider's name.
 COLUMNS = (
     ("fwd", 7),
     ("bwd", 7),
-    ("fwd+bwd", 11),
+    ("fwd+bwd", 12),
     ("no grad", 8),
     ("ours faster", 12),
     ("huge pages", 12),
@@ -159,7 +160,8 @@ def table(rows: list[Row], console: Console) -> None:
             console.print(_cells(name, settings), highlight=False, soft_wrap=True)
     console.print(LEGEND, style="dim", highlight=False)
     if disturbed:
-        text = f"{disturbed} configurations were disturbed (*) by other processes, steal time or the clock: measure again"
+        many = f"{disturbed} configurations were" if disturbed > 1 else "1 configuration was"
+        text = f"{many} disturbed (*) by other processes, steal time or the clock: measure again"
         console.print(text, style="yellow", highlight=False)
 
 
@@ -209,7 +211,8 @@ def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
     if value is None:
         return ""
     text = _three_digits(value["median"])
-    return f"{text} ±{50 * (value['high'] - value['low']) / value['median']:.0f}%" if spread else text
+    percent = 50 * (value["high"] - value["low"]) / value["median"]
+    return f"{text} ±{min(percent, 999):.0f}%" if spread else text
 
 
 def _ratio(row: Row) -> str:
@@ -235,12 +238,12 @@ def _bytes(value: float | None) -> str:
 
 # Pictures
 
-#: One colour for each provider, the same in every picture; readable for colour-blind people and in print.
+#: One colour for each kind of provider, the same in every picture; readable for colour-blind people and in print.
 COLOURS = {
-    "pylosses": "#0072B2",
+    "ours": "#0072B2",
     "reference": "#56B4E9",
     "eager": "#D55E00",
-    "torch.compile": "#E69F00",
+    "compile": "#E69F00",
     "torch": "#009E73",
     "copy": "#555555",
 }
@@ -271,9 +274,7 @@ def _figures(record: Record) -> Iterator[tuple[str, Any]]:
     usable = [row for row in usable if not row["shape"].startswith("classes-")]
     faster = [row for row in usable if _against_ours(row)]
     memory = [
-        row
-        for row in usable
-        if row.get("extra_bytes") is not None and row["allocator"] == "default" and row["kind"] != "copy"
+        row for row in usable if row.get("extra_bytes") is not None and row["allocator"] == "default" and row["kind"] != "copy"
     ]
     linear = [row for row in memory if row["shape"].startswith("linear")]
     memory = [row for row in memory if not row["shape"].startswith("linear")]
@@ -304,13 +305,9 @@ def _pages(name: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def colour(row: Row, order: dict[str, str]) -> str:
-    """The colour of a provider; peers take the free ones in order of appearance."""
-    if row["kind"] in ("ours", "reference"):
-        return COLOURS["pylosses" if row["kind"] == "ours" else "reference"]
-    if row["kind"] in ("eager", "compile", "copy"):
-        return COLOURS[{"compile": "torch.compile"}.get(row["kind"], row["kind"])]
-    if row["kind"] == "torch" and "chunked" not in row["provider"]:
-        return COLOURS["torch"]
+    """The colour of a provider; peers, and torch's chunked variant, take the others in order of appearance."""
+    if row["kind"] in COLOURS and "chunked" not in row["provider"]:
+        return COLOURS[row["kind"]]
     return order.setdefault(row["provider"], PEER_COLOURS[len(order) % len(PEER_COLOURS)])
 
 
@@ -318,7 +315,7 @@ def label(row: Row) -> str:
     """Name of a provider in a legend."""
     if row["kind"] == "torch" and "chunked" not in row["provider"]:
         return "torch's own"
-    return row["provider"]
+    return str(row["provider"])
 
 
 def _bars(bars: list[tuple[Row, str]]) -> tuple[list[float], list[float], list[str]]:

@@ -1,4 +1,4 @@
-"""``pylosses bench``: which configurations, two workers (one for each allocator setting), rows on disk as they finish."""
+"""``pylosses bench``: which configurations, workers for both allocator settings and for memory, rows on disk as they finish."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def main(arguments: argparse.Namespace) -> int:
     if stopped:
         console.print("stopped; what was finished is in the table and on disk", style="yellow")
         return 130
-    failed = [row for row in record.rows if row["kind"] in ("ours", "reference") and row["status"] in ("FAILED", "error")]
-    return 1 if failed else 0
+    ours = ("ours", "reference", "")  # "": the configuration as a whole
+    return int(any(row["kind"] in ours and row["status"] in ("FAILED", "error") for row in record.rows))
 
 
 def configurations(arguments: argparse.Namespace) -> list[Configuration]:
@@ -184,13 +184,16 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs))
             for i, (configuration, cost) in enumerate(zip(plan, costs, strict=True)):
+                place = f"{i + 1}/{len(plan)} {configuration.title}"
+                if not console.is_terminal:
+                    console.print(place, style="dim", highlight=False)
+
+                def show(event: dict[str, Any], place: str = place) -> None:
+                    what = f"{event['doing']} {event['name']}".strip()
+                    progress.update(task, description=f"{place}: {what:<32.32}")
+
                 rows = []
                 for allocator in configuration.allocators:
-
-                    def show(event: dict[str, Any], place: str = f"{i + 1}/{len(plan)} {configuration.title}") -> None:
-                        what = f"{event['doing']} {event['name']}".strip()
-                        progress.update(task, description=f"{place}: {what:<32.32}")
-
                     rows += _times(configuration, allocator, workers[allocator], settings, show)
                     progress.advance(task, cost / len(configuration.allocators))
                 _add_memory(rows, configuration, workers["memory"], settings, show)

@@ -85,7 +85,11 @@ MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
 SWEEP_LOSSES = ("cross_entropy", "hem")
 ONE_OF_EACH_KIND = ("imagenet", "llama", "cityscapes", "contrastive", "linear")
 
-NOT_TIMED = {"metric": "a metric of a few numbers, not a loss of logits"}
+#: Families and functions that are not timed, and why.
+NOT_TIMED = {
+    "metric": "a number from a few scores, not a loss of logits",
+    "utility_perturbation": "picks inputs by rank, not a loss",
+}
 
 
 def find(name: str) -> list[Shape]:
@@ -104,15 +108,10 @@ def find(name: str) -> list[Shape]:
 
 def fits(spec: LossSpec, shape: Shape) -> bool:
     """Whether a loss takes inputs of this kind of shape."""
-    if spec.family == "linear":
-        return shape.kind == "linear"
-    if spec.name == "utility_perturbation":
-        return shape.kind == "contrastive"
-    if spec.family == "contrastive":
-        return shape.kind == "contrastive"
-    if spec.family == "region":
-        return shape.kind == "pixels"
-    return shape.kind in ("rows", "pixels") and spec.family not in NOT_TIMED
+    if spec.family in NOT_TIMED or spec.name in NOT_TIMED:
+        return False
+    kinds = {"linear": ("linear",), "contrastive": ("contrastive",), "region": ("pixels",)}
+    return shape.kind in kinds.get(spec.family, ("rows", "pixels"))
 
 
 def inputs(spec: LossSpec, shape: Shape, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

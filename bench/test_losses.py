@@ -32,7 +32,7 @@ def _providers(spec, shape):
     return providers.providers(spec, arguments, shape, DTYPE, DEVICE, asked=None, compile=False, peers=False)
 
 
-@pytest.mark.parametrize(("spec", "shape", "name"), _cases())
+@pytest.mark.parametrize(("spec", "shape", "name"), list(_cases()))
 def test_forward_and_backward(spec, shape, name, benchmark):
     benchmark.group = f"{spec.name} {shape.name} {shape.text}"
     provider = next(p for p in _providers(spec, shape) if p.name == name)

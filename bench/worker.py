@@ -63,7 +63,9 @@ class Measurement:
         self.device = request["device"]
         self.gradient = self.spec.family != "score"  # scores are read, not trained on
         self.candidates = self._providers(self.shape, request["compile"])
-        self.found = {p.name: {"provider": p.name, "kind": p.kind, "call": p.note, "status": "ok"} for p in self.candidates}
+        self.found: dict[str, dict[str, Any]] = {
+            p.name: {"provider": p.name, "kind": p.kind, "call": p.note, "status": "ok"} for p in self.candidates
+        }
 
     def times(self) -> list[dict[str, Any]]:
         """One row for each provider, whatever became of it, and one for the copy of the logits."""
@@ -106,7 +108,7 @@ class Measurement:
         """Drop providers that cannot run here or killed an earlier worker, and those that need more memory than there is."""
         memory = timing.available_memory()
         for provider in self.candidates:
-            need = int(self.shape.logits * 4 * (2 + provider.memory_factor))  # logits, a gradient to compare with, the step
+            need = provider.need(self.shape)
             if provider.name in self.request["exclude"]:
                 self._drop(provider, "error", self.request["exclude"][provider.name])
             elif provider.reason is not None:
@@ -120,11 +122,15 @@ class Measurement:
         given = inputs(self.spec, small, self.dtype, self.device)
         exact = tuple(t.double() if t.is_floating_point() else t for t in given)
         own = concrete(self.arguments, small, self.device)
-        truth = gate.evaluate(partial(function_of(self.spec), backend="reference", **own), exact)
+        truth = gate.evaluate(partial(function_of(self.spec), backend="reference", **own), exact, self.gradient)
         calls = {p.name: p.call for p in self._providers(small, compile=False)}
+
+        def compare(provider: Provider) -> str | None:
+            return gate.sharp(gate.evaluate(calls[provider.name], given, self.gradient), truth, self.dtype)
+
         for provider in self._running():
             if provider.kind != "compile":
-                self._gate(provider, "gate", lambda p: gate.sharp(gate.evaluate(calls[p.name], given), truth, self.dtype))
+                self._gate(provider, "gate", compare)
 
     def _gate_at_full_shape(self, full: tuple[Tensor, ...]) -> None:
         """Against the eager formula, or else the first that is left, by the mean error. Also the first warm-up."""
@@ -132,7 +138,7 @@ class Measurement:
         expected: list[gate.Outcome] = []
 
         def compare(provider: Provider) -> str | None:
-            result = gate.evaluate(provider.call, full)
+            result = gate.evaluate(provider.call, full, self.gradient)
             if gate.fingerprint(full) != before:
                 return "its input was modified"
             if not expected:

@@ -6,6 +6,7 @@
 >>> loss.backward()
 """
 
+from . import compile as _compile  # noqa: F401  registers the ops: too late once torch.compile traces
 from . import functional as functional
 from .backends import BackendError as BackendError
 from .backends import backends as backends

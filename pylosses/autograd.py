@@ -44,9 +44,9 @@ def fused(call: Call, problem: Problem) -> Tensor:
     """The reduced loss of `call` on the problem's logits, differentiable once."""
     x = problem.x
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active():
-        from . import compile  # registers the ops when they are first needed
+        from .compile import traced
 
-        return compile.traced(call, x)
+        return traced(call, x)
     if x.requires_grad and torch.is_grad_enabled():
         return Fused.apply(x, call)
     return KERNELS[call.backend].forward(call, x, False)[0]

@@ -106,7 +106,7 @@ def choose(spec: LossSpec, problem: Problem, backend: str | None, carrying: str 
 
 @contextmanager
 def use_backend(backend: str | None) -> Iterator[None]:
-    """Ask for one backend inside a ``with`` block.
+    """Ask for one backend inside a ``with`` block, in all threads of the process.
 
     >>> import torch, pylosses
     >>> with pylosses.use_backend("reference"):

@@ -117,14 +117,13 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    console = _console()
-    if console is None:
-        return 1
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     from . import checking
 
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     for name in arguments.backend or ():
         status = backends()[name]
         if not status.available:
@@ -176,8 +175,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if _console() is None:
-        return 1
     run = bench_module("run")
     return run.worker() if arguments.worker else run.main(arguments)
 
@@ -191,14 +188,3 @@ def bench_module(name: str) -> ModuleType:
         if beside not in package.__path__:
             package.__path__.append(beside)
     return importlib.import_module(f"pylosses.bench.{name}")
-
-
-def _console():  # type: ignore[no-untyped-def]
-    """A rich console as wide as a table needs, or None with a message when rich is missing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print("this command draws its tables with rich; install it with: pip install rich", file=sys.stderr)
-        return None
-    console = Console()
-    return console if console.is_terminal else Console(width=160)

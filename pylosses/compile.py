@@ -121,6 +121,9 @@ def traced(call: Call, x: Tensor) -> Tensor:
     normalizer = call.normalizer
     if isinstance(normalizer, float):
         normalizer = torch.full((), normalizer, dtype=torch.float64, device=x.device)
-    return Traced.apply(
-        x, *call.tensors(), normalizer, call.backend, call.kernel, list(call.scalars), call.ignore_index, call.reduction
-    )[0]
+    inputs = (
+        x, *call.tensors(), normalizer, call.backend, call.kernel, list(call.scalars), call.ignore_index, call.reduction,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+        return torch.ops.pylosses.forward(*inputs)[0]
+    return Traced.apply(*inputs)[0]

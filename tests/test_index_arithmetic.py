@@ -72,7 +72,7 @@ def test_far_soft_targets(space, backend):
         close("loss", got, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("spec", "sample", "backend"), [p for p in FUSED if p.values[1] == 0])
+@pytest.mark.parametrize(("spec", "sample", "backend"), grid(LABELLED, reference=False))
 def test_far_labels_and_weights(space, spec, sample, backend):
     """Labels and sample weights may be strided as far as the logits."""
     x, y, s = torch.randn(3, 5), torch.tensor([0, 4, 2]), torch.rand(3)

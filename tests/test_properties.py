@@ -149,14 +149,17 @@ def test_ignored_rows_may_be_added(spec, sample, backend, size, seed, scale, whe
 @settings(max_examples=EXAMPLES)
 @given(size=sizes, seed=seeds, scale=scales)
 def test_rows_do_not_see_each_other(spec, sample, backend, size, seed, scale):
-    """A row alone gives what it gives in a batch; rows at the end of a vector may be rounded differently."""
+    """A row alone gives what it gives in a batch: the same bits from a fused kernel."""
     c = drawn(spec, sample, size, seed, scale, torch.float32).but(reduction="none")
     together = run(c, backend)
-    near = {"rtol": 1e-6, "atol": 1e-37} if backend != "reference" else {"rtol": 1e-5, "atol": 1e-6}
     for r in range(size[0]):
         alone = run(c._replace(inputs=tuple(t[r : r + 1] for t in c.inputs)), backend)
-        close("loss", alone.loss, together.loss[r : r + 1], **near)
-        close("gradient", alone.grads[0], together.grads[0][r : r + 1], **near)
+        if backend == "reference":  # torch's own sums may round differently with the shape
+            close("loss", alone.loss, together.loss[r : r + 1], rtol=1e-5, atol=1e-6)
+            close("gradient", alone.grads[0], together.grads[0][r : r + 1], rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(alone.loss, together.loss[r : r + 1])
+            assert torch.equal(alone.grads[0], together.grads[0][r : r + 1])
 
 
 @pytest.mark.parametrize(("spec", "sample", "backend"), ALL)

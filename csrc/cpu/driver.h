@@ -49,6 +49,15 @@ inline Family family_of(int loss) {
   return Family::softmax;
 }
 
+// Numbers a row saves for backward.
+inline int saved_by(int loss) {
+#define PYL_CASE(name, saved) \
+  case id_##name: return saved;
+  switch (loss) { PYL_LOSSES(PYL_CASE) }
+#undef PYL_CASE
+  return 0;
+}
+
 // What one row weighs.
 template <class T>
 struct RowWeights {
@@ -129,10 +138,12 @@ struct Context {
   }
   void emit_ignored(int64_t row) const {
     if (p.reduction == Reduction::none) out[row] = 0;
+    for (int i = 0; stats && i < saved_by(p.loss); ++i) stat(i, row) = 0;
   }
 
   // Writes the reduced loss and the divisors that backward needs.
   void finish(const Partial& sums) const {
+    if (divisors) divisors[0] = divisors[1] = 1;
     if (p.reduction == Reduction::none) return;
     double mass = sums.mass, extra_mass = sums.extra_mass;
     if (p.normalizer >= 0) mass = extra_mass = p.normalizer;

@@ -195,7 +195,7 @@ struct Tile {
     else if (r < rows) store_some(p + begin + r, rows - r, v);
   }
   V saved(int i, int64_t r) const { return rows_of(c.stats + i * c.p.rows, r); }
-  void save(int i, int64_t r, V v) const { rows_to(c.stats + i * c.p.rows, r, v); }
+  void save(int i, int64_t r, V v) const { rows_to(c.stats + i * c.p.rows, r, where(load(live + r) != 0, v, V{})); }
 
   V upstream(int64_t r) const {
     V g = c.p.reduction == Reduction::none ? rows_of(static_cast<const T*>(c.p.grad_out), r) : splat<V>(static_cast<T>(c.base));
@@ -238,12 +238,14 @@ struct TileStatistics {
   // m, sum, moment and top as in OnlineSum, for every row; spread and mass for smoothing and soft targets
   Slack slack;
   bool moments;
-  alignas(64) T m[kTileRows], sum[kTileRows], moment[kTileRows], top[kTileRows];
-  alignas(64) T spread[kTileRows], mass[kTileRows], rest[kTileRows], length[kTileRows];
+  alignas(64) T m[kTileRows], sum[kTileRows], moment[kTileRows], top[kTileRows], settled[kTileRows];
+  bool any_settled = false;
+  alignas(64) T spread[kTileRows], mass[kTileRows], rest[kTileRows];
 
   TileStatistics(Slack slack, bool moments) : slack(slack), moments(moments) {}
   void reset(int64_t width) {
-    for (int64_t r = 0; r < width; ++r) sum[r] = moment[r] = 0, top[r] = -infinity<T>();
+    for (int64_t r = 0; r < width; ++r) sum[r] = moment[r] = settled[r] = 0, top[r] = -infinity<T>();
+    any_settled = false;
   }
   // Each row's m starts from its label's logit, or from its first logit where there is no finite label.
   void guess(Tile<T>& t, bool labels) {
@@ -274,9 +276,15 @@ struct TileStatistics {
       recentre(where(low, largest, base), base, total, total_moment);
       pass();
     }
+    total += part, total_moment += part_moment;
+    if (any_settled) {  // a second round for other rows of the tile
+      Int<V> keep = load(settled + r) != 0;
+      base = where(keep, load(m + r), base), largest = where(keep, load(top + r), largest);
+      total = where(keep, load(sum + r), total), total_moment = where(keep, load(moment + r), total_moment);
+    }
     store(m + r, base);
-    store(sum + r, total + part);
-    store(moment + r, total_moment + part_moment);
+    store(sum + r, total);
+    store(moment + r, total_moment);
     store(top + r, largest);
   }
   static void recentre(V better, V& base, V& total, V& total_moment) {
@@ -285,26 +293,29 @@ struct TileStatistics {
     total = where(total == 0, total, total * shrink);
     base = better;
   }
-  // Ends the rows. False when some m was so far above that digits were lost: start again from here.
+  // Ends a round. False when some m was so far above that digits were lost: those rows start again from here, and the others keep
+  // what they have, so that no row depends on its neighbours.
   bool done(const Tile<T>& t) {
     bool again = false;
     for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
       V base = load(m + r), largest = load(top + r), total = load(sum + r), total_moment = load(moment + r);
       Int<V> usable = (load(t.live + r) != 0) & (largest != -infinity<T>()) & (total == total);
       Int<V> high = usable & (largest < base - static_cast<T>(slack.below));
+      if (slack.centre) recentre(where(usable & ~high, largest, base), base, total, total_moment);
       again |= any(high);
-      recentre(where(slack.centre ? usable : high, largest, base), base, total, total_moment);
-      store(m + r, base);
-      store(sum + r, total);
-      store(moment + r, total_moment);
+      store(m + r, where(high, largest, base));
+      store(sum + r, where(high, V{}, total));
+      store(moment + r, where(high, V{}, total_moment));
+      store(settled + r, where(high, V{}, splat<V>(1)));
     }
+    any_settled = again;
     return !again;
   }
 };
 
-// |x| of every row, masked classes left out; in double, where squares neither overflow nor lose digits.
+// The scale of every row from its norm, masked classes left out; in double, where squares neither overflow nor lose digits.
 template <class T>
-void tile_norms(Tile<T>& t, T* length) {
+void set_norm_scale(Tile<T>& t) {
   double squares[kTileRows] = {};
   for (int64_t block = 0; block < t.c.p.classes; block += t.classes) {
     if (!t.loaded()) t.load_raw(block);
@@ -314,13 +325,7 @@ void tile_norms(Tile<T>& t, T* length) {
         squares[r] += x == -__builtin_inf() ? 0 : x * x;
       }
   }
-  for (int64_t r = 0; r < t.width; ++r) length[r] = static_cast<T>(__builtin_sqrt(squares[r]));
-}
-
-template <class T>
-void set_norm_scale(Tile<T>& t, const T* length) {
-  for (int64_t r = 0; r < t.width; ++r)
-    t.scale[r] = static_cast<T>(1 / (t.c.p.scalars[0] * (static_cast<double>(length[r]) + t.c.p.scalars[1])));
+  for (int64_t r = 0; r < t.width; ++r) t.scale[r] = norm_scale<T>(t.c, __builtin_sqrt(squares[r]));
   t.map.scale = 0;  // not the identity
 }
 
@@ -387,18 +392,15 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
     TileStatistics<T> s(norm ? kUncentred : kWide, norm);
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
-      if (norm) {
-        tile_norms(t, s.length);
-        set_norm_scale(t, s.length);
-      }
+      if (norm) set_norm_scale(t);
       bool started = false, ready = false;
       if (!t.whole() && !c.p.soft) {  // the labels come first: each may lie in any block
         for (int64_t block = 0; block < c.p.classes; block += t.classes) t.load_raw(block), t.apply_map(), t.lift_labels();
         t.load_raw(0), t.apply_map(), s.guess(t, true);
         started = true, t.count = 0;
       }
+      s.reset(width);
       do {
-        s.reset(width);
         for (int64_t block = 0; block < c.p.classes; block += t.classes) {
           if (!ready || !t.whole()) {
             if (!t.loaded()) t.load_raw(block);
@@ -425,9 +427,9 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
         if (!c.stats) continue;
         t.save(0, r, m);
         t.save(1, r, d);
-        if (c.p.soft) t.save(2, r, load(s.mass + r));
+        if (c.p.loss == id_cross_entropy) t.save(2, r, c.p.soft ? load(s.mass + r) : V{});
         if (norm) {
-          t.save(2, r, load(s.length + r));
+          t.save(2, r, load(t.scale + r));
           t.save(3, r, where(d == 0, V{}, (m + load(s.moment + r) / d) / load(t.scale + r)));
         }
       }
@@ -444,13 +446,13 @@ void pixels_softmax_backward(const Context<T>& c) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
     Tile<T> t(c);
-    alignas(64) T length[kTileRows], slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows],
+    alignas(64) T slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows],
         on[kTileRows];
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
       if (norm) {
-        for (int64_t r = 0; r < width; r += W) store(length + r, t.saved(2, r));
-        set_norm_scale(t, length);
+        for (int64_t r = 0; r < width; r += W) store(t.scale + r, t.saved(2, r));
+        t.map.scale = 0;  // not the identity
       }
       // The labels' numbers come first: with several blocks a label may lie in any of them.
       if (!c.p.soft) {
@@ -473,7 +475,7 @@ void pixels_softmax_backward(const Context<T>& c) {
           gain = up * result.slope, weight_pull = up * result.pull;
           at_label = up * result.label * load(t.du_label + r);
           if (norm) {
-            V n = load(length + r), x = load(t.u_label + r) / s;
+            V n = t.gather(r, [&](int64_t i) { return norm_of(c, t.scale[i]); }), x = load(t.u_label + r) / s;
             x = where(x == -infinity<T>(), V{}, x);
             norm_drag = where(n > 0, gain * (t.saved(3, r) - x) * s / (n * (n + c.k.own[1])), V{});
             at_label -= norm_drag * x;
@@ -537,10 +539,9 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
           for (int64_t r = 0; r < width; r += W) f(r);
         }
       };
-      do {
-        s.reset(width);
-        each_block([&](int64_t r) { s.block(t, r); });
-      } while (!s.done(t));
+      s.reset(width);
+      do each_block([&](int64_t r) { s.block(t, r); });
+      while (!s.done(t));
       bool dominated = false;
       for (int64_t r = 0; r < width; r += W) {
         dominated |= any((load(t.live + r) != 0) & (load(s.sum + r) < static_cast<T>(kDominated)));

@@ -270,6 +270,16 @@ struct OnlineSum {
   }
 };
 
+// LogitNorm's scale 1 / (temperature (|x| + eps)), and the norm back from it: the scale is what is saved, with one rounding.
+template <class T>
+T norm_scale(const Context<T>& c, double norm) {
+  return static_cast<T>(1 / (c.p.scalars[0] * (norm + c.p.scalars[1])));
+}
+template <class T>
+T norm_of(const Context<T>& c, T scale) {
+  return static_cast<T>(1 / (c.p.scalars[0] * scale) - c.p.scalars[1]);
+}
+
 template <class T>
 double row_norm(RowReader<T>& x, int64_t classes) {
   double squares = 0;
@@ -356,11 +366,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         continue;
       }
       x.seek(row);
-      double length = 0;
-      if (norm) {
-        length = static_cast<T>(row_norm(x, c.p.classes));  // as backward will find it
-        map.scale = static_cast<T>(1 / (c.k.own[0] * (length + c.p.scalars[1])));
-      }
+      if (norm) map.scale = norm_scale<T>(c, row_norm(x, c.p.classes));
       T u_label = *x.mapped(map, y, 1);
       OnlineSum<T> online(u_label, norm ? kUncentred : kWide, norm);
       do over_others(x, map, y, [&](const T* u, int64_t, int64_t n) { online.block(u, n); });
@@ -380,8 +386,9 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       if (!c.stats) continue;
       c.stat(0, row) = online.m;
       c.stat(1, row) = static_cast<T>(online.sum);
+      if (c.p.loss == id_cross_entropy) c.stat(2, row) = 0;  // soft targets alone have a mass of their own
       if (norm) {
-        c.stat(2, row) = static_cast<T>(length);
+        c.stat(2, row) = map.scale;
         c.stat(3, row) = online.sum == 0 ? 0 : static_cast<T>((online.m + online.moment / online.sum) / map.scale);
       }
     }
@@ -421,8 +428,7 @@ void softmax_backward(const Context<T>& c) {
       x.seek(row);
       RowWeights<T> w = c.weights(row, y);
       T up = c.upstream(row, w), m = c.stat(0, row), d = c.stat(1, row);
-      double length = norm ? c.stat(2, row) : 0;
-      if (norm) map.scale = static_cast<T>(1 / (c.k.own[0] * (length + c.p.scalars[1])));
+      if (norm) map.scale = c.stat(2, row);
       T slope, pull, label = 0, drag = 0;
       if (c.p.soft) {
         if (!c.counted(w, 1)) {  // a loss that is not above zero has no gradient of its own
@@ -442,7 +448,8 @@ void softmax_backward(const Context<T>& c) {
           continue;
         }
         slope = up * result.slope[0], pull = up * result.pull[0], label = up * result.label[0] * du_label;
-        if (norm && length > 0) {
+        double length = norm ? norm_of(c, map.scale) : 0;
+        if (length > 0) {
           T x_label = *x.raw(y, 1);
           if (x_label == -infinity<T>()) x_label = 0;  // a masked class takes no part in the norm
           drag = static_cast<T>(slope * (c.stat(3, row) - x_label) * map.scale / (length * (length + c.p.scalars[1])));

@@ -70,7 +70,7 @@ def focal_loss(
     - one softmax over the classes, not C sigmoids; nothing is divided by C.
     - `mean` divides by the sum of `weight[target] * sample_weight` over counted rows; `alpha` does not enter.
     - ignored rows are never read, give 0 and gradient 0; nothing counted gives 0.
-    - confident rows keep their relative precision: 1 - p_y is not computed by subtraction.
+    - on the fused backends confident rows keep their relative precision: 1 - p_y is not computed by subtraction.
     - ``-inf`` logits are masked classes; a masked target gives ``+inf``; a label outside [0, C) raises IndexError.
 
     Paper: Lin et al., "Focal Loss for Dense Object Detection", in its softmax form.
