@@ -139,10 +139,11 @@ bool label_free(int loss) {
   bool free = false;
 #define PYL_LABELLED(name, saved) id++;
 #define PYL_FREE(name, saved) free = free || loss == id++;
-  PYL_SOFTMAX_LOSSES(PYL_LABELLED) PYL_MARGIN_LOSSES(PYL_LABELLED) PYL_ENTROPY_LOSSES(PYL_FREE)
+  PYL_SOFTMAX_LOSSES(PYL_LABELLED)
+  PYL_MARGIN_LOSSES(PYL_LABELLED) PYL_ENTROPY_LOSSES(PYL_FREE)
 #undef PYL_LABELLED
 #undef PYL_FREE
-  return free;
+      return free;
 }
 // Position of the first label that is neither a class nor ignored, or -1.
 int64_t first_bad_label(const Problem& p) {

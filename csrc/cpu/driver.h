@@ -52,7 +52,8 @@ inline Family family_of(int loss) {
 // Numbers a row saves for backward.
 inline int saved_by(int loss) {
 #define PYL_CASE(name, saved) \
-  case id_##name: return saved;
+  case id_##name:             \
+    return saved;
   switch (loss) { PYL_LOSSES(PYL_CASE) }
 #undef PYL_CASE
   return 0;

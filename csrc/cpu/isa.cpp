@@ -18,9 +18,15 @@ void forward_as(const Problem& p) {
   Partial total;
   bool pixels = across_rows(p);
   switch (family_of(p.loss)) {
-    case Family::softmax: pixels ? pixels_softmax_forward(c, total) : softmax_forward(c, total); break;
-    case Family::margin: pixels ? pixels_margin_forward(c, total) : margin_forward(c, total); break;
-    case Family::entropy: pixels ? pixels_entropy_forward(c, total) : entropy_forward(c, total); break;
+    case Family::softmax:
+      pixels ? pixels_softmax_forward(c, total) : softmax_forward(c, total);
+      break;
+    case Family::margin:
+      pixels ? pixels_margin_forward(c, total) : margin_forward(c, total);
+      break;
+    case Family::entropy:
+      pixels ? pixels_entropy_forward(c, total) : entropy_forward(c, total);
+      break;
   }
   c.finish(total);
 }
@@ -30,9 +36,15 @@ void backward_as(const Problem& p) {
   c.begin_backward();
   bool pixels = across_rows(p);
   switch (family_of(p.loss)) {
-    case Family::softmax: pixels ? pixels_softmax_backward(c) : softmax_backward(c); break;
-    case Family::margin: pixels ? pixels_margin_backward(c) : margin_backward(c); break;
-    case Family::entropy: pixels ? pixels_entropy_backward(c) : entropy_backward(c); break;
+    case Family::softmax:
+      pixels ? pixels_softmax_backward(c) : softmax_backward(c);
+      break;
+    case Family::margin:
+      pixels ? pixels_margin_backward(c) : margin_backward(c);
+      break;
+    case Family::entropy:
+      pixels ? pixels_entropy_backward(c) : entropy_backward(c);
+      break;
   }
 }
 

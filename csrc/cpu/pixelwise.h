@@ -36,7 +36,8 @@ struct Tile {
   int64_t begin = 0, rows = 0, first = 0, count = 0;  // classes [first, first + count) are loaded
   Places x_at, grad_at, soft_at;
   int64_t y[kTileRows];
-  alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows], scale[kTileRows];
+  alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows];
+  alignas(64) T late[kTileRows];  // LogitNorm's scale of each row, see OnlineSum; 1 elsewhere
   alignas(64) T w[kTileRows], mass[kTileRows], sample[kTileRows];
   V sum, sum_mass, sum_extra, sum_sample;  // of the rows emitted since the last flush
 
@@ -59,7 +60,7 @@ struct Tile {
     bool weighted = c.weight || c.factor || c.sample;
     for (int64_t r = 0; r < width; ++r) {
       live[r] = w[r] = mass[r] = sample[r] = y[r] >= 0;
-      scale[r] = map.scale, u_label[r] = 0, du_label[r] = 0;
+      late[r] = 1, u_label[r] = 0, du_label[r] = 0;
     }
     for (int64_t r = 0; weighted && r < rows; ++r) {
       if (y[r] < 0) continue;
@@ -80,10 +81,14 @@ struct Tile {
       return;
     }
     switch (c.p.y_type) {
-      case Index::u8: return read_labels(static_cast<const uint8_t*>(c.p.y) + begin);
-      case Index::i16: return read_labels(static_cast<const int16_t*>(c.p.y) + begin);
-      case Index::i32: return read_labels(static_cast<const int32_t*>(c.p.y) + begin);
-      case Index::i64: return read_labels(static_cast<const int64_t*>(c.p.y) + begin);
+      case Index::u8:
+        return read_labels(static_cast<const uint8_t*>(c.p.y) + begin);
+      case Index::i16:
+        return read_labels(static_cast<const int16_t*>(c.p.y) + begin);
+      case Index::i32:
+        return read_labels(static_cast<const int32_t*>(c.p.y) + begin);
+      case Index::i64:
+        return read_labels(static_cast<const int64_t*>(c.p.y) + begin);
     }
   }
   template <class I>
@@ -113,20 +118,20 @@ struct Tile {
     count = c.p.classes - j < classes ? c.p.classes - j : classes;
     load_block(c.p.dtype, c.p.x, c.p.x_layout, x_at, tile.data);
   }
-  // u = scale softcap(x) + shift, in place; each row has its own scale.
+  // u = scale softcap(x) + shift, in place.
   void apply_map() {
     if (map.scale == 1 && map.cap == 0 && !map.shift) return;
     for (int64_t j = 0; j < count; ++j)
       for (int64_t r = 0; r < width; r += Lanes<T>::W) {
-        V x = load(at(j, r)), u = x, s = load(scale + r), du = s;
+        V x = load(at(j, r)), u = x, du;
         if (map.cap > 0) {
           V t = tanh(x / map.cap, du);
           Int<V> masked = x == -infinity<T>();  // stays masked
           u = where(masked, x, map.cap * t);
-          du = where(masked, splat<V>(1), du) * s;
+          du = where(masked, splat<V>(1), du) * map.scale;
           store(slopes.data + j * width + r, du);
         }
-        u *= s;
+        u *= map.scale;
         store(at(j, r), map.shift ? u + map.shift[first + j] : u);
       }
   }
@@ -138,7 +143,7 @@ struct Tile {
       if (y[r] < first || y[r] >= first + count) continue;
       T* u = at(y[r] - first, r);
       u_label[r] = *u;
-      du_label[r] = map.cap > 0 ? slopes.data[u - tile.data] : scale[r];
+      du_label[r] = map.cap > 0 ? slopes.data[u - tile.data] : map.scale * late[r];
       *u = -infinity<T>();
     }
   }
@@ -173,8 +178,7 @@ struct Tile {
     const T* in = tile.data;
     for (int64_t j = 0; j < count; ++j, in += width) {
       int64_t shift = (first + j) * l.class_stride;
-      if (grad_at.regular)
-        store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
+      if (grad_at.regular) store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
       else
         for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at.at[r] + shift, 1);
     }
@@ -237,12 +241,12 @@ struct TileStatistics {
   typedef typename Lanes<T>::V V;
   // m, sum, moment and top as in OnlineSum, for every row; spread and mass for smoothing and soft targets
   Slack slack;
-  bool moments;
+  Moment kind;
   alignas(64) T m[kTileRows], sum[kTileRows], moment[kTileRows], top[kTileRows], settled[kTileRows];
   bool any_settled = false;
   alignas(64) T spread[kTileRows], mass[kTileRows], rest[kTileRows];
 
-  TileStatistics(Slack slack, bool moments) : slack(slack), moments(moments) {}
+  TileStatistics(Slack slack, Moment kind) : slack(slack), kind(kind) {}
   void reset(int64_t width) {
     for (int64_t r = 0; r < width; ++r) sum[r] = moment[r] = settled[r] = 0, top[r] = -infinity<T>();
     any_settled = false;
@@ -250,24 +254,26 @@ struct TileStatistics {
   // Each row's m starts from its label's logit, or from its first logit where there is no finite label.
   void guess(Tile<T>& t, bool labels) {
     for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
-      V u = load(t.u_label + r), v = load(t.at(0, r));
+      V by = load(t.late + r), u = load(t.u_label + r) * by, v = load(t.at(0, r)) * by;
       V g = labels ? where(u - u == 0, u, v) : v;
       store(m + r, where(g - g == 0, g, V{}));
     }
   }
   // Adds the block that `t` holds, rows r..
   void block(Tile<T>& t, int64_t r) {
-    V base = load(m + r), total = load(sum + r), total_moment = load(moment + r), largest = load(top + r), part, part_moment{};
+    V base = load(m + r), total = load(sum + r), total_moment = load(moment + r), largest = load(top + r),
+      by = load(t.late + r);
+    V part, part_moment{};
     auto pass = [&] {
       part = sum_over<V>(t.count, [&](int64_t j) {
         V u = load(t.at(j, r));
-        largest = larger(u, largest);
-        return exp_below(u - base);
+        largest = larger(u * by, largest);
+        return exp_below(u * by - base);
       });
-      if (moments)
+      if (kind != Moment::none)
         part_moment = sum_over<V>(t.count, [&](int64_t j) {
-          V u = load(t.at(j, r)), d = u - base;
-          return where(u == -infinity<T>(), V{}, exp_below(d) * d);
+          V u = load(t.at(j, r)), d = u * by - base;
+          return where(u == -infinity<T>(), V{}, exp_below(d) * (kind == Moment::of_x ? u : d));
         });
     };
     pass();
@@ -287,21 +293,21 @@ struct TileStatistics {
     store(moment + r, total_moment);
     store(top + r, largest);
   }
-  static void recentre(V better, V& base, V& total, V& total_moment) {
+  void recentre(V better, V& base, V& total, V& total_moment) const {
     V step = base - better, shrink = exp_below(step);
-    total_moment = where(total == 0, total_moment, shrink * (total_moment + step * total));
-    total = where(total == 0, total, total * shrink);
+    if (kind == Moment::about_m) total_moment += where(total == 0, V{}, step * total);
+    total *= shrink, total_moment *= shrink;
     base = better;
   }
-  // Ends a round. False when some m was so far above that digits were lost: those rows start again from here, and the others keep
-  // what they have, so that no row depends on its neighbours.
+  // Ends a round. False when some m was so far above that digits were lost: those rows start again from here, and the others
+  // keep what they have, so that no row depends on its neighbours.
   bool done(const Tile<T>& t) {
     bool again = false;
     for (int64_t r = 0; r < t.width; r += Lanes<T>::W) {
       V base = load(m + r), largest = load(top + r), total = load(sum + r), total_moment = load(moment + r);
       Int<V> usable = (load(t.live + r) != 0) & (largest != -infinity<T>()) & (total == total);
       Int<V> high = usable & (largest < base - static_cast<T>(slack.below));
-      if (slack.centre) recentre(where(usable & ~high, largest, base), base, total, total_moment);
+      recentre(where(usable & ~high, largest, base), base, total, total_moment);
       again |= any(high);
       store(m + r, where(high, largest, base));
       store(sum + r, where(high, V{}, total));
@@ -325,15 +331,14 @@ void set_norm_scale(Tile<T>& t) {
         squares[r] += x == -__builtin_inf() ? 0 : x * x;
       }
   }
-  for (int64_t r = 0; r < t.width; ++r) t.scale[r] = norm_scale<T>(t.c, __builtin_sqrt(squares[r]));
-  t.map.scale = 0;  // not the identity
+  for (int64_t r = 0; r < t.width; ++r) t.late[r] = norm_scale<T>(t.c, __builtin_sqrt(squares[r]));
 }
 
 template <class T>
 PYL_INLINE SoftmaxRow<typename Lanes<T>::V> tile_row(const Tile<T>& t, int64_t r, typename Lanes<T>::V m,
                                                      typename Lanes<T>::V d) {
   typedef typename Lanes<T>::V V;
-  V u = load(t.u_label + r), log_d = log(d), a = (m - u) + log_d;
+  V x = load(t.u_label + r), by = load(t.late + r), u = x * by, log_d = log(d), a = (m - x * by) + log_d;
   a = where(u == infinity<T>(), splat<V>(static_cast<T>(__builtin_nan(""))), a);  // as the softmax of +inf
   SoftmaxRow<V> row = odds(a, load(t.w + r));
   row.lse = where(a > 0, (m + log_d) + row.nll_miss, u + row.nll);
@@ -376,7 +381,8 @@ void tile_spread(Tile<T>& t, TileStatistics<T>& s) {
                             return w == 0 ? V{} : where(y == static_cast<T>(j), V{}, w * d);
                           }));
       if (c.p.soft)
-        store(s.mass + r, load(s.mass + r) + sum_over<V>(t.count, [&](int64_t j) { return load(t.soft.data + j * t.width + r); }));
+        store(s.mass + r,
+              load(s.mass + r) + sum_over<V>(t.count, [&](int64_t j) { return load(t.soft.data + j * t.width + r); }));
     }
   }
 }
@@ -389,7 +395,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& sums) {
     Tile<T> t(c);
-    TileStatistics<T> s(norm ? kUncentred : kWide, norm);
+    TileStatistics<T> s(kWide, norm ? Moment::of_x : Moment::none);
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
       if (norm) set_norm_scale(t);
@@ -429,8 +435,8 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
         t.save(1, r, d);
         if (c.p.loss == id_cross_entropy) t.save(2, r, c.p.soft ? load(s.mass + r) : V{});
         if (norm) {
-          t.save(2, r, load(t.scale + r));
-          t.save(3, r, where(d == 0, V{}, (m + load(s.moment + r) / d) / load(t.scale + r)));
+          t.save(2, r, load(t.late + r));
+          t.save(3, r, where(d == 0, V{}, load(s.moment + r) / d));
         }
       }
       t.flush(sums);
@@ -446,14 +452,10 @@ void pixels_softmax_backward(const Context<T>& c) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
     Tile<T> t(c);
-    alignas(64) T slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows],
-        on[kTileRows];
+    alignas(64) T slope[kTileRows], pull[kTileRows], label[kTileRows], drag[kTileRows], base[kTileRows], on[kTileRows];
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
-      if (norm) {
-        for (int64_t r = 0; r < width; r += W) store(t.scale + r, t.saved(2, r));
-        t.map.scale = 0;  // not the identity
-      }
+      for (int64_t r = 0; norm && r < width; r += W) store(t.late + r, t.saved(2, r));
       // The labels' numbers come first: with several blocks a label may lie in any of them.
       if (!c.p.soft) {
         for (int64_t block = 0; block < c.p.classes; block += t.classes) {
@@ -463,7 +465,7 @@ void pixels_softmax_backward(const Context<T>& c) {
         }
       }
       for (int64_t r = 0; r < width; r += W) {
-        V m = t.saved(0, r), d = t.saved(1, r), up = t.upstream(r), s = load(t.scale + r);
+        V m = t.saved(0, r), d = t.saved(1, r), up = t.upstream(r), s = load(t.late + r);
         V gain, weight_pull = up, at_label{}, norm_drag{}, live = load(t.live + r);
         if (c.p.soft) {
           live = where(t.counted(r, splat<V>(1)), live, V{});  // a loss that is not above zero has no gradient of its own
@@ -475,7 +477,7 @@ void pixels_softmax_backward(const Context<T>& c) {
           gain = up * result.slope, weight_pull = up * result.pull;
           at_label = up * result.label * load(t.du_label + r);
           if (norm) {
-            V n = t.gather(r, [&](int64_t i) { return norm_of(c, t.scale[i]); }), x = load(t.u_label + r) / s;
+            V n = t.gather(r, [&](int64_t i) { return norm_of(c, t.late[i]); }), x = load(t.u_label + r);
             x = where(x == -infinity<T>(), V{}, x);
             norm_drag = where(n > 0, gain * (t.saved(3, r) - x) * s / (n * (n + c.k.own[1])), V{});
             at_label -= norm_drag * x;
@@ -497,18 +499,18 @@ void pixels_softmax_backward(const Context<T>& c) {
         }
         if (c.p.soft) t.load_soft();
         for (int64_t r = 0; r < width; r += W) {
-          V m = load(base + r), gain = load(slope + r), p = load(pull + r), s = load(t.scale + r), d = load(drag + r);
+          V m = load(base + r), gain = load(slope + r), p = load(pull + r), s = load(t.late + r), d = load(drag + r);
           Int<V> live = load(on + r) != 0;
-          if (t.map.cap == 0) gain *= s, p *= s;
+          if (t.map.cap == 0) gain *= s * t.map.scale, p *= t.map.scale;
           for (int64_t j = 0; j < t.count; ++j) {
             T* out = t.gradient(j);
-            V u = load(t.at(j, r)), g = gain * exp_below(u - m);
+            V u = load(t.at(j, r)), g = gain * exp_below(u * s - m);
             if (weights) {
               V q = c.p.soft ? load(t.soft.data + j * width + r) : splat<V>(c.weight ? c.weight[t.first + j] : T(1));
               g -= p * q;
             }
             if (t.map.cap > 0) g *= load(t.slopes.data + j * width + r);
-            if (norm) g -= where(u == -infinity<T>(), V{}, d * (u / s));
+            if (norm) g -= where(u == -infinity<T>(), V{}, d * u);
             t.put(out, j, r, where(live, g, V{}));
           }
         }
@@ -527,7 +529,7 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& sums) {
     Tile<T> t(c);
-    TileStatistics<T> s(kTight, true);
+    TileStatistics<T> s(kTight, Moment::about_m);
     alignas(64) T rest[kTileRows], moment[kTileRows];
     for (int64_t begin = chunk; begin < chunk_end; begin += width) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);

@@ -36,7 +36,8 @@ PYL_INLINE typename Lanes<T>::V beside(const T* p, int64_t i, int64_t n) {
   return i + Lanes<T>::W <= n ? load(p + i) : load_some(p + i, n - i, T(0));
 }
 
-// sum of w (lse - u) with lse = m + rest and 0 * inf = 0; w null is 1. Every term is a true difference: nothing cancels in the sum.
+// sum of w (lse - u) with lse = m + rest and 0 * inf = 0; w null is 1. Every term is a true difference: nothing cancels in the
+// sum.
 template <class T>
 double block_spread(const T* u, const T* w, int64_t n, T m, T rest) {
   typedef typename Lanes<T>::V V;
@@ -190,11 +191,12 @@ constexpr double kDominated = 1.01;
 // How far the guess of OnlineSum may be from the largest u.
 struct Slack {
   double above, below;  // the largest u may be this much above the guess, and this much below it
-  bool centre;          // m is to be the largest u in the end
 };
-constexpr Slack kWide{20, 40, true};       // nothing is lost in sums of e^(u - m)
-constexpr Slack kUncentred{20, 40, false};  // nor in those of e^(u - m) (u - m), as long as m stays where it is
-constexpr Slack kTight{1, 1, true};        // for sums of e^(u - m) (u - m) that are to be small
+constexpr Slack kWide{20, 40};  // nothing is lost in sums of e^(u - m)
+constexpr Slack kTight{1, 1};   // for sums of e^(u - m) (u - m), which are to be small
+
+// A second sum beside that of e^(u - m): none, of e^(u - m) (u - m), or of e^(u - m) x.
+enum class Moment { none, about_m, of_x };
 
 // sum of e^(u - m) in one pass, without knowing the largest u before: m is a guess. A block that shows it too low is done again
 // with a better one.
@@ -203,13 +205,15 @@ struct OnlineSum {
   typedef typename Lanes<T>::V V;
   T m;
   Slack slack;
-  bool moments;
+  Moment kind;
+  T late;  // u = late x, multiplied in the same rounding as the subtraction of m: LogitNorm's u are large, their differences
+           // not
   V lanes[4] = {}, lanes_moment[4] = {}, max;  // since the last flush; the largest u so far
-  double sum = 0, moment = 0;                  // of e^(u - m) and, if `moments`, of e^(u - m) (u - m)
+  double sum = 0, moment = 0;                  // of e^(u - m), and the second sum
   int64_t since_flush = 0;
 
-  OnlineSum(T guess, Slack slack, bool moments)
-      : m(guess - guess == 0 ? guess : 0), slack(slack), moments(moments), max(splat<V>(-infinity<T>())) {}
+  OnlineSum(T guess, Slack slack, Moment kind, T late = 1)
+      : m(guess - guess == 0 ? guess : 0), slack(slack), kind(kind), late(late), max(splat<V>(-infinity<T>())) {}
 
   void block(const T* u, int64_t n) {
     if (since_flush + n > 2 * kBlock) flush();
@@ -224,16 +228,17 @@ struct OnlineSum {
     add(u, n);
   }
   void add(const T* u, int64_t n) {
-    V base = splat<V>(m), top = max, s[4];
+    V base = splat<V>(m), top = max, by = splat<V>(late), s[4];
     for (int k = 0; k < 4; ++k) s[k] = lanes[k];
-    if (moments) {
+    if (kind != Moment::none) {
       V sm[4];
+      bool of_x = kind == Moment::of_x;
       for (int k = 0; k < 4; ++k) sm[k] = lanes_moment[k];
       over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
-        V d = v - base, e = exp_below(d);
+        V d = v * by - base, e = exp_below(d);
         s[k] += e;
-        sm[k] += where(v == -infinity<T>(), V{}, e * d);  // a masked class counts nothing
-        top = larger(v, top);
+        sm[k] += where(v == -infinity<T>(), V{}, e * (of_x ? v : d));  // a masked class counts nothing
+        top = larger(v * by, top);
       });
       for (int k = 0; k < 4; ++k) lanes_moment[k] = sm[k];
     } else {
@@ -247,25 +252,25 @@ struct OnlineSum {
   }
   void flush() {
     sum += sum_of((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
-    if (moments) moment += sum_of((lanes_moment[0] + lanes_moment[1]) + (lanes_moment[2] + lanes_moment[3]));
+    if (kind != Moment::none) moment += sum_of((lanes_moment[0] + lanes_moment[1]) + (lanes_moment[2] + lanes_moment[3]));
     for (int k = 0; k < 4; ++k) lanes[k] = lanes_moment[k] = V{};
     since_flush = 0;
   }
   void recentre(T better) {
     double step = static_cast<double>(m) - better, shrink = __builtin_exp(step);
-    if (sum != 0) moment = shrink * (moment + step * sum);
-    sum *= shrink, m = better;
+    if (kind == Moment::about_m && sum != 0) moment += step * sum;
+    sum *= shrink, moment *= shrink, m = better;
   }
-  // Ends the row. False when m was so far above it that digits were lost: start again from here.
+  // Ends the row, with m the largest u. False when m was so far above it that digits were lost: start again from here.
   bool done() {
     flush();
     T top = max_of(max);
     if (top == -infinity<T>() || sum != sum) return true;
     if (top < m - static_cast<T>(slack.below)) {
-      *this = OnlineSum(top, slack, moments);
+      *this = OnlineSum(top, slack, kind, late);
       return false;
     }
-    if (slack.centre) recentre(top);
+    recentre(top);
     return true;
   }
 };
@@ -330,7 +335,7 @@ template <class T>
 void soft_forward(const Context<T>& c, RowReader<T>& x, SoftReader<T>& target, const Map<T>& map, int64_t row, Partial& sums) {
   x.seek(row);
   target.seek(row);
-  OnlineSum<T> online(*x.mapped(map, 0, 1), kWide, false);
+  OnlineSum<T> online(*x.mapped(map, 0, 1), kWide, Moment::none);
   do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.mapped(map, j, n), n); });
   while (!online.done());
   double log_d = __builtin_log(online.sum), lse = online.m + log_d, mass = 0, loss = 0;
@@ -366,15 +371,15 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         continue;
       }
       x.seek(row);
-      if (norm) map.scale = norm_scale<T>(c, row_norm(x, c.p.classes));
-      T u_label = *x.mapped(map, y, 1);
-      OnlineSum<T> online(u_label, norm ? kUncentred : kWide, norm);
+      T scale = norm ? norm_scale<T>(c, row_norm(x, c.p.classes)) : 1;
+      double u_label = static_cast<double>(*x.mapped(map, y, 1)) * scale;
+      OnlineSum<T> online(static_cast<T>(u_label), kWide, norm ? Moment::of_x : Moment::none, scale);
       do over_others(x, map, y, [&](const T* u, int64_t, int64_t n) { online.block(u, n); });
       while (!online.done());
       RowWeights<T> w = c.weights(row, y);
       SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.m, online.sum, u_label, w.w);
       if (smooth) {
-        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss[0] : static_cast<double>(u_label - online.m) + r.nll[0];
+        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss[0] : (u_label - online.m) + r.nll[0];
         double spread = 0;
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
           spread += block_spread(x.mapped(map, j, n), c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
@@ -388,23 +393,25 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       c.stat(1, row) = static_cast<T>(online.sum);
       if (c.p.loss == id_cross_entropy) c.stat(2, row) = 0;  // soft targets alone have a mass of their own
       if (norm) {
-        c.stat(2, row) = map.scale;
-        c.stat(3, row) = online.sum == 0 ? 0 : static_cast<T>((online.m + online.moment / online.sum) / map.scale);
+        c.stat(2, row) = scale;
+        c.stat(3, row) = online.sum == 0 ? 0 : static_cast<T>(online.moment / online.sum);
       }
     }
   });
 }
 
-// out = slope e^(u - m) - pull w, the inner loop of every softmax gradient
+// out = slope e^(late u - m) - pull w, the inner loop of every softmax gradient
 template <class T>
-void block_gradient(const T* u, int64_t n, T m, T slope, T pull, const T* w, T* out) {
+void block_gradient(const T* u, int64_t n, T late, T m, T slope, T pull, const T* w, T* out) {
   typedef typename Lanes<T>::V V;
-  if (pull == 0) map_lanes(u, n, out, [&](V v, int64_t) { return slope * exp_below(v - m); });
-  else
-    map_lanes(u, n, out, [&](V v, int64_t i) {
-      V q = w ? pull * beside(w, i, n) : splat<V>(pull);
-      return slope * exp_below(v - m) - q;
-    });
+  if (pull == 0) {
+    map_lanes(u, n, out, [&](V v, int64_t) { return slope * exp_below(v * late - m); });
+    return;
+  }
+  map_lanes(u, n, out, [&](V v, int64_t i) {
+    V q = w ? pull * beside(w, i, n) : splat<V>(pull);
+    return slope * exp_below(v * late - m) - q;
+  });
 }
 
 template <class T>
@@ -428,7 +435,7 @@ void softmax_backward(const Context<T>& c) {
       x.seek(row);
       RowWeights<T> w = c.weights(row, y);
       T up = c.upstream(row, w), m = c.stat(0, row), d = c.stat(1, row);
-      if (norm) map.scale = c.stat(2, row);
+      T scale = norm ? c.stat(2, row) : 1;
       T slope, pull, label = 0, drag = 0;
       if (c.p.soft) {
         if (!c.counted(w, 1)) {  // a loss that is not above zero has no gradient of its own
@@ -440,29 +447,29 @@ void softmax_backward(const Context<T>& c) {
         pull = up * c.k.main;
         target.seek(row);
       } else {
-        T u_label = *x.mapped(map, y, 1, slopes);
-        T du_label = slopes ? du[0] : map.scale;
+        double u_label = static_cast<double>(*x.mapped(map, y, 1, slopes)) * scale;
+        T du_label = slopes ? du[0] : map.scale * scale;
         auto result = softmax_formula<T>(c.p.loss, c.k, softmax_row<T>(m, d, u_label, w.w));
         if (!c.counted(w, result.loss[0] + result.extra[0])) {
           grad.fill(0);
           continue;
         }
         slope = up * result.slope[0], pull = up * result.pull[0], label = up * result.label[0] * du_label;
-        double length = norm ? norm_of(c, map.scale) : 0;
+        double length = norm ? norm_of(c, scale) : 0;
         if (length > 0) {
           T x_label = *x.raw(y, 1);
           if (x_label == -infinity<T>()) x_label = 0;  // a masked class takes no part in the norm
-          drag = static_cast<T>(slope * (c.stat(3, row) - x_label) * map.scale / (length * (length + c.p.scalars[1])));
+          drag = static_cast<T>(slope * (c.stat(3, row) - x_label) * scale / (length * (length + c.p.scalars[1])));
           label -= drag * x_label;
         }
       }
       slope = d == 0 ? slope * 0 : slope / d;  // no other class: nothing to push, unless the row is NaN
-      if (!slopes) slope *= map.scale, pull *= map.scale;
+      if (!slopes) slope *= map.scale * scale, pull *= map.scale;
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* u = x.mapped(map, j, n, slopes);
         T* out = grad.block(j);
         const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
-        block_gradient(u, n, m, slope, pull, weights, out);
+        block_gradient(u, n, scale, m, slope, pull, weights, out);
         if (slopes) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
         if (drag != 0) {
           const T* raw = x.raw(j, n);
@@ -503,7 +510,7 @@ void entropy_forward(const Context<T>& c, Partial& total) {
         continue;
       }
       x.seek(row);
-      OnlineSum<T> online(*x.raw(0, 1), kTight, true);
+      OnlineSum<T> online(*x.raw(0, 1), kTight, Moment::about_m);
       do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.raw(j, n), n); });
       while (!online.done());
       double d = online.sum, log_d = __builtin_log(d), mu = online.moment / d;
