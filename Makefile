@@ -1,9 +1,12 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench test check lint format setup clean
+.PHONY: bench bench-full test check lint format setup clean
 BIN := .venv/bin
 
 bench: setup
-	$(BIN)/pylosses bench --quick
+	$(BIN)/pylosses bench --quick --json bench/results/quick.json --plot bench/results
+
+bench-full: setup
+	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full
 
 test: setup
 	$(BIN)/pytest -n 2 tests

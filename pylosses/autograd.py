@@ -89,6 +89,6 @@ class Once(torch.autograd.Function):
 
 def twice(backend: str) -> RuntimeError:
     return RuntimeError(
-        f"double backward is not supported by the fused {backend!r} backend; call the loss with backend=\"reference\", "
+        f'double backward is not supported by the fused {backend!r} backend; call the loss with backend="reference", '
         "which is differentiable twice"
     )

@@ -96,9 +96,7 @@ def unlabelled(
     if sample_weight is not None:
         sample_weight = _per_row("sample_weight", sample_weight, shape, input).to(dtype)
     normalizer = _reduction(reduction, normalizer, input)
-    return Problem(
-        input, None, None, None, sample_weight, mask, -100, reduction, normalizer, False, classes, shape, dtype
-    )
+    return Problem(input, None, None, None, sample_weight, mask, -100, reduction, normalizer, False, classes, shape, dtype)
 
 
 def _logits(input: Tensor) -> tuple[int, torch.Size, torch.dtype]:
@@ -164,7 +162,9 @@ def per_class(name: str, value: Any, classes: int, input: Tensor) -> Tensor:
     return value.to(ACCUMULATE[input.dtype]).contiguous()
 
 
-def number(name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float | None = None) -> float:
+def number(
+    name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> float:
     """A plain number within its range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")

@@ -128,9 +128,14 @@ Arguments describe(int loss, int dtype, uintptr_t x, const Sizes& shape, const S
 template <class T>
 int64_t first_bad(const Problem& p) {
   const T* y = static_cast<const T*>(p.y);
-  for (int64_t i = 0; i < p.rows; ++i) {
-    int64_t v = y[i];
-    if (static_cast<uint64_t>(v) >= static_cast<uint64_t>(p.classes) && v != p.ignore_index) return i;
+  auto bad = [&](int64_t v) { return (v < 0 || v >= p.classes) && v != p.ignore_index; };
+  constexpr int64_t stretch = 4096;  // looked at without branches; only a stretch with a bad label is searched
+  for (int64_t begin = 0; begin < p.rows; begin += stretch) {
+    int64_t end = begin + stretch < p.rows ? begin + stretch : p.rows;
+    int found = 0;
+    for (int64_t i = begin; i < end; ++i) found |= bad(y[i]);
+    for (int64_t i = begin; found && i < end; ++i)
+      if (bad(y[i])) return i;
   }
   return -1;
 }
@@ -140,7 +145,8 @@ bool label_free(int loss) {
 #define PYL_LABELLED(name, saved) id++;
 #define PYL_FREE(name, saved) free = free || loss == id++;
   PYL_SOFTMAX_LOSSES(PYL_LABELLED)
-  PYL_MARGIN_LOSSES(PYL_LABELLED) PYL_ENTROPY_LOSSES(PYL_FREE)
+  PYL_MARGIN_LOSSES(PYL_LABELLED)
+  PYL_ENTROPY_LOSSES(PYL_FREE)
 #undef PYL_LABELLED
 #undef PYL_FREE
       return free;

@@ -104,7 +104,7 @@ struct Tile {
         // The same class of the next tile: the processor cannot follow as many streams as there are classes.
         const char* next = static_cast<const char*>(base) + (at.base + shift + rows * at.step) * bytes;
         if (at.step == 1)
-          for (int64_t b = 0; b < rows * bytes; b += 64) __builtin_prefetch(next + b);
+          for (int64_t b = 0; b < rows * bytes; b += 64) __builtin_prefetch(next + b, 0, 2);
       } else {
         for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at.at[r] + shift, 1, 1, out + r);
       }

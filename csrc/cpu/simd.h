@@ -32,6 +32,8 @@ struct Lanes<float> {
   // exp(x) is 0 below and inf above; in between 2^n fits a normal number
   static constexpr float exp_min = -87.3f, exp_max = 88.72f, smallest = 1.17549435e-38f;
   static constexpr float ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, round = 12582912.0f;
+  static constexpr float exp_zero = -90;             // 2^n is below every number there
+  static constexpr int32_t round_bits = 0x4b400000;  // of `round`
 };
 template <>
 struct Lanes<double> {
@@ -42,6 +44,8 @@ struct Lanes<double> {
   static constexpr int W = kBytes / 8, mantissa = 52, bias = 1023;
   static constexpr double exp_min = -708.3, exp_max = 709.78, smallest = 2.2250738585072014e-308;
   static constexpr double ln2_hi = 6.93147180369123816490e-01, ln2_lo = 1.90821492927058770002e-10, round = 6755399441055744.0;
+  static constexpr double exp_zero = -712;
+  static constexpr int64_t round_bits = 0x4338000000000000;
 };
 typedef Lanes<float>::V vf;
 typedef Lanes<double>::V vd;
@@ -118,14 +122,18 @@ PYL_INLINE V reduce_exp(V x, Int<V>& bits) {
 }
 
 // e^x for x <= 88 (709), exactly 0 far down, NaN for NaN: the one in the inner loops. Above its range it gives some number.
+// 2^n is built as an integer that stops at 0, so that the far tail needs no comparison.
 template <class V>
 PYL_INLINE V exp_below(V x) {
   typedef Lanes<Scalar<V>> L;
-  V low = splat<V>(L::exp_min);
-  Int<V> bits;
-  V r = reduce_exp(where(x < low, low, x), bits);
-  V y = (V)((Int<V>)(exp_tail(r) + 1) + bits);
-  return where(x < low, V{}, y);
+  typedef typename L::IntScalar S;
+  constexpr Scalar<V> round = L::round + L::bias;  // its last bits are those of 0 in the exponent's code
+  x = larger(splat<V>(L::exp_zero), x);
+  V t = x * Scalar<V>(1.4426950408889634074) + round, n = t - round;
+  V r = (x - n * L::ln2_hi) - n * L::ln2_lo;
+  Int<V> floor = Int<V>{} + static_cast<S>(L::round_bits);
+  Int<V> code = larger((Int<V>)t, floor) << L::mantissa;
+  return (exp_tail(r) + 1) * (V)code;
 }
 
 template <class V>

@@ -1,8 +1,8 @@
 """Cross-entropy with every option: smoothing, class and sample weights, soft targets, temperature, softcap, z-loss, bias.
 
-    u_j = softcap(x_j) / temperature + bias_j          softcap(x) = k tanh(x / k)
-    q_j = w_j ((1 - eps) t_j + eps / C)                t = onehot(y) or the given probabilities
-    L   = sum_j q_j (lse(u) - u_j) + z_loss lse(u)^2
+u_j = softcap(x_j) / temperature + bias_j          softcap(x) = k tanh(x / k)
+q_j = w_j ((1 - eps) t_j + eps / C)                t = onehot(y) or the given probabilities
+L   = sum_j q_j (lse(u) - u_j) + z_loss lse(u)^2
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Softmax focal loss.
 
-    L = -w_y alpha_y (1 - p_y)^gamma log p_y
+L = -w_y alpha_y (1 - p_y)^gamma log p_y
 """
 
 from __future__ import annotations

@@ -61,7 +61,14 @@ def _power(raw: Tensor, power: float, delta: float) -> Tensor:
 
 
 def pack(
-    problem: Problem, *, margin: float | Tensor, power: float, delta: float, margin_index: str, threshold: bool, above_zero: bool
+    problem: Problem,
+    *,
+    margin: float | Tensor,
+    power: float,
+    delta: float,
+    margin_index: str,
+    threshold: bool,
+    above_zero: bool,
 ) -> Pack:
     mu, shift = (0.0, margin) if isinstance(margin, Tensor) else (margin, None)
     return Pack((mu, power, delta, float(margin_index == "label"), float(threshold), float(above_zero)), shift=shift)
