@@ -1,7 +1,7 @@
 """Which backend runs a call, and why the others do not.
 
-Asked for one (argument, `use_backend`, PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason; asked for none, the first
-backend with no reason against it runs, and `reference` never has one.
+Asked for one (argument, `use_backend`, or PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason;
+asked for none, the first backend with no reason against it runs, and `reference` never has one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """nn.Module twins made from the functions: the same keyword arguments, stored once.
 
-Tensor arguments become buffers (parameters stay parameters), so they follow ``.to(device)`` and are saved in the state dict. Arguments that belong to a
-batch (sample_weight, mask, ...) may be given to the constructor or to each call.
+Tensor arguments become buffers (parameters stay parameters), so they follow ``.to(device)`` and are saved in the state dict.
+Arguments that belong to a batch (sample_weight, mask, ...) may be given to the constructor or to each call.
 """
 
 from __future__ import annotations

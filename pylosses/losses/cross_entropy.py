@@ -54,6 +54,18 @@ def pack(
     return Pack((label_smoothing, temperature, softcap or 0.0, z_loss), shift=bias)
 
 
+def cross_entropy_arguments(
+    label_smoothing: float, temperature: float, softcap: float | None, z_loss: float
+) -> dict[str, float | None]:
+    """The checked arguments that all losses with a cross-entropy term share."""
+    return {
+        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0.0, most=1.0),
+        "temperature": check.number("temperature", temperature, above=0.0),
+        "softcap": softcap if softcap is None else check.number("softcap", softcap, above=0.0),
+        "z_loss": check.number("z_loss", z_loss, least=0.0),
+    }
+
+
 def cross_entropy(
     input: Tensor,  # (C), (N, C) or (N, C, *)
     target: Tensor,  # (), (N) or (N, *), or probabilities shaped like input
@@ -102,8 +114,8 @@ def cross_entropy(
       `sample_weight` (the number of rows). The z-term is averaged without class weights.
     - ignored rows are never read, give 0 and gradient 0; nothing counted gives 0, where torch gives NaN.
     - on the fused backends a confident row keeps its relative precision (float32 loss 1e-13, not 0, at a margin of 30).
-    - ``-inf`` logits are masked classes: probability and gradient 0, also under `softcap`; a masked target gives ``+inf`` with a
-      finite gradient; a masked class with smoothing mass gives ``+inf``; zero mass times ``-inf`` is 0.
+    - ``-inf`` logits are masked classes: probability and gradient 0, also under `softcap`; a masked target gives ``+inf`` with
+      a finite gradient; a masked class with smoothing mass gives ``+inf``; zero mass times ``-inf`` is 0.
     - a label outside [0, C) raises IndexError (on an accelerator: NaN for that row unless `check_labels`).
 
     Paper: equations (3), (4) of "A Margin-Based Replacement for Cross-Entropy Loss"; options as in torch, PaLM and Gemma 2.
@@ -112,12 +124,7 @@ def cross_entropy(
     >>> cross_entropy(x, torch.tensor([0, -100]))
     tensor(0.2395)
     """
-    own = {
-        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0.0, most=1.0),
-        "temperature": check.number("temperature", temperature, above=0.0),
-        "softcap": softcap if softcap is None else check.number("softcap", softcap, above=0.0),
-        "z_loss": check.number("z_loss", z_loss, least=0.0),
-    }
+    own = cross_entropy_arguments(label_smoothing, temperature, softcap, z_loss)
     return labelled(
         SPEC, input, target, own, vectors={"bias": bias}, weight=weight, sample_weight=sample_weight, ignore_index=ignore_index,
         reduction=reduction, normalizer=normalizer, check_labels=check_labels, backend=backend, soft_targets=True,

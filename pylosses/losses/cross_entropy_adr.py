@@ -15,6 +15,7 @@ from ..module import module_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, PerClass, register
 from .adr import adr_rows, regularizer_arguments
+from .cross_entropy import cross_entropy_arguments
 from .cross_entropy import reference as cross_entropy_reference
 
 
@@ -82,10 +83,7 @@ def cross_entropy_adr(
     own = {
         **regularizer_arguments(top, phi, scope, norm, form, detach_phi),
         "gamma": check.number("gamma", gamma, least=0.0),
-        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0.0, most=1.0),
-        "temperature": check.number("temperature", temperature, above=0.0),
-        "softcap": softcap if softcap is None else check.number("softcap", softcap, above=0.0),
-        "z_loss": check.number("z_loss", z_loss, least=0.0),
+        **cross_entropy_arguments(label_smoothing, temperature, softcap, z_loss),
     }
     return labelled(
         SPEC, input, target, own, vectors={"bias": bias}, weight=weight, sample_weight=sample_weight, ignore_index=ignore_index,

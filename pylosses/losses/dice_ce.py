@@ -17,6 +17,7 @@ from ..check import Problem
 from ..module import module_of
 from ..reduce import reduce
 from ..spec import LossSpec, PerClass, register
+from .cross_entropy import cross_entropy_arguments
 from .cross_entropy import reference as cross_entropy_rows
 from .dice import reference as dice_reference
 from .dice import region_arguments
@@ -104,10 +105,7 @@ def dice_ce_loss(
         "dice_weight": check.number("dice_weight", dice_weight, least=0.0),
         "ce_weight": check.number("ce_weight", ce_weight, least=0.0),
         "sample_weight": sample_weight,
-        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0.0, most=1.0),
-        "temperature": check.number("temperature", temperature, above=0.0),
-        "softcap": softcap if softcap is None else check.number("softcap", softcap, above=0.0),
-        "z_loss": check.number("z_loss", z_loss, least=0.0),
+        **cross_entropy_arguments(label_smoothing, temperature, softcap, z_loss),
     }
     return labelled(
         SPEC, input, target, own, vectors={"bias": bias}, weight=weight, sample_weight=sample_weight, ignore_index=ignore_index,
