@@ -149,7 +149,7 @@ bool label_free(int loss) {
   PYL_ENTROPY_LOSSES(PYL_FREE)
 #undef PYL_LABELLED
 #undef PYL_FREE
-      return free;
+  return free;
 }
 // Position of the first label that is neither a class nor ignored, or -1.
 int64_t first_bad_label(const Problem& p) {

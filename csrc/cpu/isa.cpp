@@ -1,7 +1,11 @@
 // The drivers, compiled once per instruction set (PYL_ISA names the namespace). No std templates here: an inline function built
 // with wide vectors must never be merged with its narrow twin.
-#include "cpu/rowwise.h"
-#include "cpu/pixelwise.h"
+#include "cpu/rowwise_softmax.h"
+#include "cpu/rowwise_entropy.h"
+#include "cpu/rowwise_margin.h"
+#include "cpu/pixelwise_softmax.h"
+#include "cpu/pixelwise_entropy.h"
+#include "cpu/pixelwise_margin.h"
 
 namespace PYL_ISA {
 

@@ -1,0 +1,209 @@
+// The margin family by rows: errors and their mean, then the kept ones; the gradient in one pass.
+#pragma once
+#include "cpu/rowwise.h"
+
+namespace PYL_ISA {
+
+enum Power { linear, squared, root, general };
+
+// h(raw) and its slope h'(raw) for lanes with raw > 0
+template <class T>
+struct Errors {
+  T margin, power_, delta, start;  // start: the slope below delta
+  Power kind;
+
+  explicit Errors(const Context<T>& c) : margin(c.k.own[0]), power_(c.k.own[1]), delta(0), start(0) {
+    kind = power_ == 1 ? linear : power_ == 2 ? squared : power_ == T(0.5) ? root : general;
+    if (power_ < 1) delta = c.k.own[2];
+    if (delta > 0) start = static_cast<T>(__builtin_pow(delta, power_ - 1.0));
+  }
+  template <Power P, class V>
+  PYL_INLINE V value(V raw) const {
+    V positive = where(raw > 0, raw, V{});
+    if constexpr (P == linear) return positive;
+    if constexpr (P == squared) return positive * positive;
+    V e = P == root ? square_root(positive) : where(raw > 0, power(positive, power_), V{});
+    return where(positive < delta, start * positive, e);
+  }
+  template <Power P, class V>
+  PYL_INLINE V slope(V raw) const {  // raw > 0
+    if constexpr (P == linear) return splat<V>(1);
+    if constexpr (P == squared) return 2 * raw;
+    V s = P == root ? T(0.5) / square_root(raw) : power_ * power(raw, power_ - 1);
+    return where(raw < delta, splat<V>(start), s);
+  }
+};
+// Calls f(a constant of the power's kind).
+template <Power P>
+struct Constant {
+  static constexpr Power value = P;
+};
+template <class F>
+PYL_INLINE void with_power(Power kind, F f) {
+  switch (kind) {
+    case linear:
+      return f(Constant<linear>{});
+    case squared:
+      return f(Constant<squared>{});
+    case root:
+      return f(Constant<root>{});
+    case general:
+      return f(Constant<general>{});
+  }
+}
+
+// (x - x_y) + mu, where a masked class is never an error
+template <class V>
+PYL_INLINE V raw_error(V x, Scalar<V> x_label, V mu) {
+  return where(x == -infinity<Scalar<V>>(), x, (x - x_label) + mu);
+}
+
+// The smallest T that is not below `mean`: e >= it exactly when e >= mean.
+template <class T>
+PYL_INLINE T not_below(double mean) {
+  T t = static_cast<T>(mean);
+  if (static_cast<double>(t) >= mean || mean != mean) return t;
+  if constexpr (sizeof(T) == 4) return __builtin_nextafterf(t, __builtin_inff());
+  return t;
+}
+
+template <class T>
+struct MarginSums {
+  double errors = 0, slopes = 0;
+  int64_t count = 0;
+  T max = 0;
+  bool nan = false;
+};
+
+template <class T, Power P>
+void block_errors(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, MarginSums<T>& sums) {
+  typedef typename Lanes<T>::V V;
+  V s[4] = {}, m[4] = {};
+  Int<V> nan[4] = {};
+  over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+    V raw = raw_error(v, x_label, shift ? beside(shift, i, n) : splat<V>(mu));
+    V e = h.template value<P>(raw);
+    s[k] += e;
+    m[k] = larger(e, m[k]);
+    nan[k] |= raw != raw;
+  });
+  sums.errors += sum_of((s[0] + s[1]) + (s[2] + s[3]));
+  sums.max = larger(max_of(larger(larger(m[0], m[1]), larger(m[2], m[3]))), sums.max);
+  sums.nan |= any((nan[0] | nan[1]) | (nan[2] | nan[3]));
+}
+
+template <class T, Power P>
+void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums) {
+  typedef typename Lanes<T>::V V;
+  V s[4] = {}, d[4] = {};
+  Int<V> count[4] = {}, nan[4] = {};
+  over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+    V raw = raw_error(v, x_label, shift ? beside(shift, i, n) : splat<V>(mu));
+    V e = h.template value<P>(raw);
+    Int<V> kept = e >= t;
+    s[k] += where(kept, e, V{});
+    if constexpr (P != linear) d[k] += where(kept, h.template slope<P>(raw), V{});
+    count[k] -= kept;
+    nan[k] |= raw != raw;
+  });
+  sums.errors += sum_of((s[0] + s[1]) + (s[2] + s[3]));
+  int64_t kept = static_cast<int64_t>(sum_of(__builtin_convertvector((count[0] + count[1]) + (count[2] + count[3]), V)));
+  sums.count += kept;
+  sums.slopes += P == linear ? static_cast<double>(kept) : sum_of((d[0] + d[1]) + (d[2] + d[3]));
+  sums.nan |= any((nan[0] | nan[1]) | (nan[2] | nan[3]));
+}
+
+// The smallest threshold: every positive error.
+template <class T>
+constexpr T above_nothing() {
+  return Lanes<T>::smallest;
+}
+
+template <class T>
+void margin_forward(const Context<T>& c, Partial& total) {
+  typedef typename Lanes<T>::V V;
+  Errors<T> h(c);
+  bool of_label = c.k.own[3] != 0, threshold = c.k.own[4] != 0;
+  Map<T> plain{1, 0, nullptr};
+  for_chunks(c.p, rows_per_chunk(c.p), &total, [&](int64_t begin, int64_t end, Partial& partial) {
+    RowReader<T> x(c);
+    for (int64_t row = begin; row < end; ++row) {
+      int64_t y = c.label(row);
+      if (y < 0) {
+        c.emit_ignored(row);
+        continue;
+      }
+      x.seek(row);
+      T x_label = *x.raw(y, 1), t = above_nothing<T>(), mu = of_label && c.shift ? c.shift[y] : h.margin;
+      const T* shift = of_label ? nullptr : c.shift;
+      MarginSums<T> kept;
+      bool none = false;
+      with_power(h.kind, [&](auto power) {
+        if (threshold) {
+          MarginSums<T> all;
+          over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
+            block_errors<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, all);
+          });
+          kept.nan = all.nan;
+          none = all.max == 0;
+          T mean = not_below<T>(all.errors / static_cast<double>(c.p.classes));
+          t = mean < all.max ? mean : all.max;  // rounding may lift the mean over every error
+        }
+        if (none) return;
+        over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
+          block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept);
+        });
+      });
+      none = none || kept.count == 0;
+      // A row with a NaN, or with every class masked, has no margin to speak of.
+      bool nan = kept.nan || x_label != x_label || (none && x_label == -infinity<T>());
+      T bad = nan ? static_cast<T>(__builtin_nan("")) : 0;
+      RowWeights<T> w = c.weights(row, y);
+      MarginRow<V> r{splat<V>(static_cast<T>(kept.errors) + bad), splat<V>(static_cast<T>(kept.count)), splat<V>(w.w)};
+      auto result = margin_formula<T>(c.p.loss, c.k, r);
+      c.emit(row, w, result.loss[0], 0, partial);
+      if (!c.stats) continue;
+      c.stat(0, row) = t;
+      c.stat(1, row) = none ? bad : result.factor[0] + bad;
+      c.stat(2, row) = static_cast<T>(kept.slopes);
+    }
+  });
+}
+
+template <class T>
+void margin_backward(const Context<T>& c) {
+  typedef typename Lanes<T>::V V;
+  Errors<T> h(c);
+  bool of_label = c.k.own[3] != 0;
+  for_chunks(c.p, rows_per_chunk(c.p), nullptr, [&](int64_t begin, int64_t end, Partial&) {
+    RowReader<T> x(c);
+    RowGradient<T> grad(c);
+    for (int64_t row = begin; row < end; ++row) {
+      int64_t y = c.label(row);
+      grad.seek(row);
+      RowWeights<T> w = y < 0 ? RowWeights<T>{0, 0, 0} : c.weights(row, y);
+      T factor = y < 0 ? 0 : c.stat(1, row);
+      if (factor == 0 || factor != factor || !c.counted(w, factor)) {  // nothing to push, or nothing to say
+        grad.fill(factor != factor ? factor : 0);
+        continue;
+      }
+      x.seek(row);
+      T x_label = *x.raw(y, 1), t = c.stat(0, row), mu = of_label && c.shift ? c.shift[y] : h.margin;
+      const T* shift = of_label ? nullptr : c.shift;
+      factor *= c.upstream(row, w);
+      with_power(h.kind, [&](auto power) {
+        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+          map_lanes(x.raw(j, n), n, grad.block(j), [&](V v, int64_t i) {
+            V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
+            V e = h.template value<power.value>(raw);
+            return where(e >= t, factor * h.template slope<power.value>(raw), V{});
+          });
+          grad.done(j, n);
+        });
+      });
+      grad.put(y, -factor * c.stat(2, row));
+    }
+  });
+}
+
+}  // namespace PYL_ISA
