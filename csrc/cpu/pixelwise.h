@@ -155,25 +155,43 @@ struct Tile {
       for (int64_t r = 0; r < width; ++r) soft.data[j * width + r] = w * ((1 - eps) * soft.data[j * width + r] + each);
     }
   }
-  // The gradient's own memory for class j of the block, or null when it must go through the tile.
-  T* gradient(int64_t j) const {
+  // The gradient's own memory for the block, or null when it must go through the tile.
+  T* gradient() const {
     bool same = c.p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64);
     if (!same || !grad_at.regular || grad_at.step != 1) return nullptr;
-    return static_cast<T*>(c.p.grad) + grad_at.base + (first + j) * c.p.grad_layout.class_stride;
+    return static_cast<T*>(c.p.grad) + grad_at.base + first * c.p.grad_layout.class_stride;
   }
-  PYL_INLINE void put(T* out, int64_t j, int64_t r, V v) {
-    if (!out) store(at(j, r), v);
-    else if (r + Lanes<T>::W <= rows) store(out + r, v);
-    else if (r < rows) store_some(out + r, rows - r, v);
-  }
-  // Ends a block: the labels' own derivatives, and whatever is still in the tile.
-  void finish_gradient(const T* label) {
-    for (int64_t r = 0; label && r < rows; ++r) {
-      if (y[r] < first || y[r] >= first + count) continue;
-      T* out = gradient(y[r] - first);
-      *(out ? out + r : at(y[r] - first, r)) = label[r];
+  // Writes the gradient of the block: rows_from(r)(j) is that of class j for the rows r.., `label` that of each row's label.
+  // Two vectors of rows at a time: whole cache lines go out.
+  template <class F>
+  void write_gradient(F rows_from, const T* label) {
+    constexpr int W = Lanes<T>::W;
+    T* out = gradient();
+    int64_t stride = out ? c.p.grad_layout.class_stride : width, r = 0;
+    for (; out && r + 2 * W <= rows; r += 2 * W) {
+      auto left = rows_from(r), right = rows_from(r + W);
+      T* p = out + r;
+      for (int64_t j = 0; j < count; ++j, p += stride) {
+        V a = left(j), b = right(j);
+        store(p, a);
+        store(p + W, b);
+      }
     }
-    if (count == 0 || gradient(0)) return;
+    for (; r < width; r += W) {
+      auto here = rows_from(r);
+      for (int64_t j = 0; j < count; ++j) {
+        V v = here(j);
+        if (!out) store(at(j, r), v);
+        else if (r + W <= rows) store(out + j * stride + r, v);
+        else if (r < rows) store_some(out + j * stride + r, rows - r, v);
+      }
+    }
+    T* base = out ? out : tile.data;
+    for (int64_t i = 0; label && i < rows; ++i)
+      if (y[i] >= first && y[i] < first + count) base[(y[i] - first) * stride + i] = label[i];
+    if (!out) store_tile();
+  }
+  void store_tile() const {
     const Layout& l = c.p.grad_layout;
     const T* in = tile.data;
     for (int64_t j = 0; j < count; ++j, in += width) {

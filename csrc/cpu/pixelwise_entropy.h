@@ -72,7 +72,6 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
 template <class T>
 void pixels_entropy_backward(const Context<T>& c) {
   typedef typename Lanes<T>::V V;
-  constexpr int W = Lanes<T>::W;
   int64_t width = Tile<T>::rows_for(c.p.classes);
   for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
     Tile<T> t(c);
@@ -80,19 +79,19 @@ void pixels_entropy_backward(const Context<T>& c) {
       t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
       for (int64_t block = 0; block < c.p.classes; block += t.classes) {
         t.load_raw(block);
-        for (int64_t r = 0; r < width; r += W) {
-          V m = t.saved(0, r), d = t.saved(1, r), mu = t.saved(2, r), slope = t.saved(3, r);
-          V factor = -slope * t.upstream(r) / d;
-          factor = where(d == 0, splat<V>(static_cast<T>(__builtin_nan(""))), factor);  // every class masked
-          Int<V> on = (load(t.live + r) != 0) & (slope != 0);
-          for (int64_t j = 0; j < t.count; ++j) {
-            T* out = t.gradient(j);
-            V u = load(t.at(j, r)), g = u - m;
-            g = factor * where(u == -infinity<T>(), V{}, exp_below(g) * (g - mu));
-            t.put(out, j, r, where(on, g, V{}));
-          }
-        }
-        t.finish_gradient(nullptr);
+        t.write_gradient(
+            [&](int64_t r) {
+              V m = t.saved(0, r), d = t.saved(1, r), mu = t.saved(2, r), slope = t.saved(3, r);
+              V factor = -slope * t.upstream(r) / d;
+              factor = where(d == 0, splat<V>(static_cast<T>(__builtin_nan(""))), factor);  // every class masked
+              Int<V> on = (load(t.live + r) != 0) & (slope != 0);
+              return [=, &t](int64_t j) {
+                V u = load(t.at(j, r)), g = u - m;
+                g = factor * where(u == -infinity<T>(), V{}, exp_below(g) * (g - mu));
+                return where(on, g, V{});
+              };
+            },
+            nullptr);
       }
     }
   });

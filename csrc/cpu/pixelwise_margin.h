@@ -136,19 +136,19 @@ void pixels_margin_backward(const Context<T>& c) {
           t.lift_labels();
         }
         with_power(errors.h.kind, [&](auto power) {
-          for (int64_t r = 0; r < width; r += W) {
-            V x_label = load(t.u_label + r), mu = errors.margin(r), tr = t.saved(0, r), f = load(factor + r);
-            Int<V> bad = f != f;
-            for (int64_t j = 0; j < t.count; ++j) {
-              T* out = t.gradient(j);
-              V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
-              V g = where(e >= tr, f * errors.h.template slope<power.value>(raw), V{});
-              if constexpr (power.value != linear) g = where(f == 0, V{}, g);
-              t.put(out, j, r, where(bad, f, g));
-            }
-          }
+          t.write_gradient(
+              [&](int64_t r) {
+                V x_label = load(t.u_label + r), mu = errors.margin(r), tr = t.saved(0, r), f = load(factor + r);
+                Int<V> bad = f != f;
+                return [=, &errors](int64_t j) {
+                  V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
+                  V g = where(e >= tr, f * errors.h.template slope<power.value>(raw), V{});
+                  if constexpr (power.value != linear) g = where(f == 0, V{}, g);
+                  return where(bad, f, g);
+                };
+              },
+              label);
         });
-        t.finish_gradient(label);
       }
     }
   });

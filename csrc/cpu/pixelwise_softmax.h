@@ -267,23 +267,29 @@ void pixels_softmax_backward(const Context<T>& c) {
           t.apply_map();
         }
         if (c.p.soft) t.load_soft();
-        for (int64_t r = 0; r < width; r += W) {
-          V m = load(base + r), gain = load(slope + r), p = load(pull + r), s = load(t.late + r), d = load(drag + r);
+        auto push = [&](int64_t r) {  // slope e^(u - m), which is all there is to most losses
+          V m = load(base + r), gain = load(slope + r), s = load(t.late + r);
+          if (t.map.cap == 0) gain *= s * t.map.scale;
           Int<V> live = load(on + r) != 0;
-          if (t.map.cap == 0) gain *= s * t.map.scale, p *= t.map.scale;
-          for (int64_t j = 0; j < t.count; ++j) {
-            T* out = t.gradient(j);
-            V u = load(t.at(j, r)), g = gain * exp_below(u * s - m);
-            if (weights) {
-              V q = c.p.soft ? load(t.soft.data + j * width + r) : splat<V>(c.weight ? c.weight[t.first + j] : T(1));
-              g -= p * q;
-            }
-            if (t.map.cap > 0) g *= load(t.slopes.data + j * width + r);
+          return [=, &t](int64_t j) { return where(live, gain * exp_below(load(t.at(j, r)) * s - m), V{}); };
+        };
+        auto push_and_pull = [&](int64_t r) {
+          V p = load(pull + r), d = load(drag + r);
+          if (t.map.cap == 0) p *= t.map.scale;
+          Int<V> live = load(on + r) != 0;
+          auto pushed = push(r);
+          return [=, &t, &c](int64_t j) {
+            V u = load(t.at(j, r)), g = pushed(j);
+            if (weights)
+              g -= p * (c.p.soft ? load(t.soft.data + j * t.width + r) : splat<V>(c.weight ? c.weight[t.first + j] : T(1)));
+            if (t.map.cap > 0) g *= load(t.slopes.data + j * t.width + r);
             if (norm) g -= where(u == -infinity<T>(), V{}, d * u);
-            t.put(out, j, r, where(live, g, V{}));
-          }
-        }
-        t.finish_gradient(c.p.soft ? nullptr : label);
+            return where(live, g, V{});
+          };
+        };
+        const T* labels = c.p.soft ? nullptr : label;
+        if (weights || norm || t.map.cap > 0) t.write_gradient(push_and_pull, labels);
+        else t.write_gradient(push, labels);
       }
     }
   });
