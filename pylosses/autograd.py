@@ -62,7 +62,7 @@ class Fused(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
         loss, saved = KERNELS[call.backend].forward(call, x, True)
         # The labels and weights are saved too, so that changing them in place before backward is an error.
-        ctx.save_for_backward(x, saved, call.y, call.soft, call.weight, call.shift, call.factor, call.sample_weight)
+        ctx.save_for_backward(x, saved, *call.tensors())
         ctx.call = call
         return loss
 

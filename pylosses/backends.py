@@ -15,7 +15,7 @@ import torch
 
 from . import cpu
 from .check import Problem
-from .spec import BACKENDS, LossSpec
+from .spec import BACKENDS, NO_KERNELS, LossSpec
 
 
 class BackendError(RuntimeError):
@@ -57,11 +57,7 @@ def backends() -> BackendList:
 
 def _absent(name: str) -> str | None:
     """Why backend `name` cannot run at all here, or None."""
-    if name == "cpu":
-        return cpu.absent
-    if name == "cuda":
-        return "the CUDA kernels are not written yet"
-    return "the Triton kernels are not written yet"
+    return cpu.absent if name == "cpu" else NO_KERNELS[name]["*"]
 
 
 def _present(name: str) -> str:

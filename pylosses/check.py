@@ -111,7 +111,12 @@ def _logits(input: Tensor) -> tuple[int, torch.Size, torch.dtype]:
     classes = shape[1] if len(shape) > 1 else shape[0]
     if classes == 0:
         raise ValueError(f"input must have at least one class, got shape {tuple(shape)}")
-    return classes, shape[:1] + shape[2:] if len(shape) > 1 else shape[:0], dtype
+    return classes, label_shape(shape), dtype
+
+
+def label_shape(shape: torch.Size) -> torch.Size:
+    """The shape of logits without their class dimension: that of labels, and of row losses."""
+    return shape[:1] + shape[2:] if len(shape) > 1 else shape[:0]
 
 
 def _per_row(name: str, value: Tensor, shape: torch.Size, input: Tensor) -> Tensor:

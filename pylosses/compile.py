@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .autograd import KERNELS, Call, twice
-from .check import ACCUMULATE
+from .check import ACCUMULATE, label_shape
 
 _INPUTS = (
     "Tensor x, Tensor? y, Tensor? soft, Tensor? weight, Tensor? shift, Tensor? factor, Tensor? sample_weight, "
@@ -42,12 +42,12 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
     dtype = ACCUMULATE[x.dtype]
-    shape = (x.shape[:1] + x.shape[2:] if x.dim() > 1 else ()) if call.reduction == "none" else ()
+    shape = label_shape(x.shape)
     rows = 1
-    for size in x.shape[:1] + x.shape[2:] if x.dim() > 1 else ():
+    for size in shape:
         rows = rows * size
     saved = x.new_empty(2 + rows * KERNELS[call.backend].statistics(call.kernel), dtype=dtype)
-    return x.new_empty(shape, dtype=dtype), saved
+    return x.new_empty(shape if call.reduction == "none" else (), dtype=dtype), saved
 
 
 @torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")

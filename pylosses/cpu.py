@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .check import ACCUMULATE, bad_label
+from .check import ACCUMULATE, bad_label, label_shape
 
 if TYPE_CHECKING:
     from .autograd import Call
@@ -78,14 +78,11 @@ def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
     """Loss and, if `save`, what backward needs: two divisors, then K statistics of every row."""
     dtype = ACCUMULATE[x.dtype]
     shape = x.shape
-    if call.reduction == "none":
-        loss = torch.empty(shape[:1] + shape[2:] if len(shape) > 1 else (), dtype=dtype)
-    else:
-        loss = torch.empty((), dtype=dtype)
+    loss = torch.empty(label_shape(shape) if call.reduction == "none" else (), dtype=dtype)
     saved = None
     if save:
         rows = 1 if len(shape) == 1 else x.numel() // shape[1]
-        saved = torch.empty(2 + rows * _LOSSES[call.kernel][1], dtype=dtype)
+        saved = torch.empty(2 + rows * statistics(call.kernel), dtype=dtype)
     bad = _cpu.forward(*_description(call, x), loss.data_ptr(), _pointer(saved))
     if bad >= 0:
         assert call.y is not None

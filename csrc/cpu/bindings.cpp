@@ -87,16 +87,17 @@ Layout layout(const Sizes& shape, const Sizes& stride) {
   return l;
 }
 
-struct Arguments : Problem {
-  Sizes shape;
-};
+// What forward and backward are both told, in the order of `_description` in pylosses/cpu.py.
+#define PYL_SHARED                                                                                                          \
+  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index, \
+      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,        \
+      uintptr_t sample_weight, const std::vector<double>&scalars, int reduction, double normalizer, int threads
+#define PYL_SHARED_NAMES                                                                                                       \
+  loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
+      scalars, reduction, normalizer, threads
 
-Arguments describe(int loss, int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, uintptr_t y, int y_type,
-                   int64_t ignore_index, uintptr_t soft, int soft_dtype, const Sizes& soft_stride, uintptr_t weight,
-                   uintptr_t shift, uintptr_t factor, uintptr_t sample_weight, const std::vector<double>& scalars,
-                   int reduction, double normalizer, int threads) {
-  Arguments p{};
-  p.shape = shape;
+Problem describe(PYL_SHARED) {
+  Problem p{};
   p.loss = loss;
   p.dtype = static_cast<Dtype>(dtype);
   p.classes = shape.size() == 1 ? shape[0] : shape[1];
@@ -180,16 +181,8 @@ void prefer_huge_pages(void* start, size_t bytes) {
 #endif
 }
 
-#define PYL_SHARED                                                                                                          \
-  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index, \
-      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,        \
-      uintptr_t sample_weight, const std::vector<double>&scalars, int reduction, double normalizer, int threads
-#define PYL_SHARED_NAMES                                                                                                       \
-  loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
-      scalars, reduction, normalizer, threads
-
 int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved) {
-  Arguments p = describe(PYL_SHARED_NAMES);
+  Problem p = describe(PYL_SHARED_NAMES);
   p.loss_out = reinterpret_cast<void*>(out);
   p.saved = reinterpret_cast<void*>(saved);
   py::gil_scoped_release unlocked;
@@ -199,7 +192,7 @@ int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved) {
 }
 
 void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
-  Arguments p = describe(PYL_SHARED_NAMES);
+  Problem p = describe(PYL_SHARED_NAMES);
   p.grad_out = reinterpret_cast<const void*>(grad_out);
   p.saved = reinterpret_cast<void*>(saved);
   p.grad = reinterpret_cast<void*>(grad);

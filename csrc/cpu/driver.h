@@ -125,6 +125,8 @@ struct Context {
     T mass = weight && p.y ? weight[y] : 1;
     return {factor ? mass * factor[y] : mass, mass, sample ? sample[row] : 1};
   }
+  // Are logits and gradient stored in T, so that no conversion is needed?
+  bool as_it_is() const { return p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64); }
   T& stat(int i, int64_t row) const { return stats[i * p.rows + row]; }
 
   // Takes a row's loss: into the output, or into the sums of its chunk.

@@ -157,7 +157,7 @@ struct Tile {
   }
   // The gradient's own memory for the block, or null when it must go through the tile.
   T* gradient() const {
-    bool same = c.p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64);
+    bool same = c.as_it_is();
     if (!same || !grad_at.regular || grad_at.step != 1) return nullptr;
     return static_cast<T*>(c.p.grad) + grad_at.base + first * c.p.grad_layout.class_stride;
   }

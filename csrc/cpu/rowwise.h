@@ -77,8 +77,7 @@ struct RowReader {
   bool in_place;
   alignas(64) T buffer[kBlock];
 
-  explicit RowReader(const Context<T>& c)
-      : c(c), in_place(c.p.x_layout.class_stride == 1 && c.p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64)) {}
+  explicit RowReader(const Context<T>& c) : c(c), in_place(c.p.x_layout.class_stride == 1 && c.as_it_is()) {}
   void seek(int64_t row) { at = c.p.x_layout.offset(row); }
   const T* raw(int64_t j, int64_t n) {
     int64_t stride = c.p.x_layout.class_stride;
@@ -131,8 +130,7 @@ struct RowGradient {
   bool in_place;
   alignas(64) T buffer[kBlock];
 
-  explicit RowGradient(const Context<T>& c)
-      : c(c), in_place(c.p.grad_layout.class_stride == 1 && c.p.dtype == (sizeof(T) == 4 ? Dtype::f32 : Dtype::f64)) {}
+  explicit RowGradient(const Context<T>& c) : c(c), in_place(c.p.grad_layout.class_stride == 1 && c.as_it_is()) {}
   void seek(int64_t row) { at = c.p.grad_layout.offset(row); }
   T* block(int64_t j) { return in_place ? static_cast<T*>(c.p.grad) + at + j : buffer; }
   void done(int64_t j, int64_t n) {
