@@ -64,8 +64,8 @@ def _present(name: str) -> str:
     return f"C++ kernels, {cpu.isa()} instruction set" if name == "cpu" else "available"
 
 
-def why_not(name: str, spec: LossSpec, problem: Problem, carrying: str | None) -> str | None:
-    """Why backend `name` cannot run this call, or None. `carrying` names an argument besides input that needs a gradient."""
+def why_not(name: str, spec: LossSpec, problem: Problem, obstacle: str | None) -> str | None:
+    """Why backend `name` cannot run this call, or None. `obstacle` is what its arguments have against every fused kernel."""
     if name == "reference":
         return None
     reason = _absent(name) or spec.why_not(name)
@@ -75,27 +75,25 @@ def why_not(name: str, spec: LossSpec, problem: Problem, carrying: str | None) -
         return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
     if problem.x.layout is not torch.strided:
         return f"input has layout {problem.x.layout}; fused kernels take strided tensors"
-    if carrying is not None:
-        return f"{carrying} requires a gradient, which only the reference backend computes"
-    return None
+    return obstacle
 
 
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("cuda", "triton"), "xpu": ("triton",)}
 _asked: str | None = os.environ.get("PYLOSSES_BACKEND") or None
 
 
-def choose(spec: LossSpec, problem: Problem, backend: str | None, carrying: str | None) -> str:
+def choose(spec: LossSpec, problem: Problem, backend: str | None, obstacle: str | None) -> str:
     """The backend for this call."""
     asked = backend or _asked
     if asked:
         if asked not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {asked!r}")
-        reason = why_not(asked, spec, problem, carrying)
+        reason = why_not(asked, spec, problem, obstacle)
         if reason is not None:
             raise BackendError(f"backend {asked!r} cannot run {spec.function}: {reason}")
         return asked
     for name in _PREFERRED.get(problem.x.device.type, ()):
-        if why_not(name, spec, problem, carrying) is None:
+        if why_not(name, spec, problem, obstacle) is None:
             return name
     return "reference"
 

@@ -76,7 +76,7 @@ def unlabelled(
 
 
 def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | None) -> Tensor:
-    chosen = backends.choose(spec, problem, backend, _carrying(problem, own))
+    chosen = backends.choose(spec, problem, backend, _obstacle(spec, problem, own))
     if chosen == "reference":
         return run_reference(spec, problem, own)
     assert spec.pack is not None and spec.kernel is not None
@@ -101,13 +101,13 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
     return fused(call, problem)
 
 
-def _carrying(problem: Problem, own: dict[str, Any]) -> str | None:
-    """An argument besides input that needs a gradient."""
+def _obstacle(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> str | None:
+    """Why the arguments of this call are none for a fused kernel, or None."""
     others = {"target": problem.soft, "weight": problem.weight, "sample_weight": problem.sample_weight, **own}
     for name, value in others.items():
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            return name
-    return None
+            return f"{name} requires a gradient, which only the reference backend computes"
+    return spec.beyond(**own)
 
 
 def run_reference(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> Tensor:

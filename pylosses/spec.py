@@ -64,7 +64,8 @@ class LossSpec:
     paper: str
     samples: tuple[Mapping[str, Any], ...] = ({},)  #: argument sets that tests and checks run
     kernel: str | None = None  #: name of the fused formula in csrc/losses/list.h and kernels/losses
-    pack: Callable[..., Pack] | None = None  #: (checked own arguments) -> Pack, for losses with a kernel
+    pack: Callable[..., Pack] | None = None  #: (problem, checked own arguments) -> Pack, for losses with a kernel
+    beyond: Callable[..., str | None] = lambda **own: None  #: (checked own arguments) -> why no kernel takes them, or None
     drivers: tuple[str, ...] = ("rowwise", "pixelwise")
     inferred: bool = False  #: the formula was reconstructed, not printed in a source
     default_reduction: str = "mean"
@@ -82,6 +83,9 @@ class LossSpec:
         known = NO_KERNELS.get(backend, {})
         return self.missing.get(backend) or known.get(self.family) or known.get("*")
 
+
+#: A kernel keeps at most so many largest classes of a row.
+MOST_SELECTED = 64
 
 LOSSES: dict[str, LossSpec] = {}
 

@@ -10,7 +10,7 @@ enum class Reduction : int { none, sum, mean, above_zero };
 enum class Family : int { softmax, margin, entropy };
 
 constexpr int kMaxDims = 64;  // torch's own limit
-constexpr int kMaxScalars = 8;
+constexpr int kMaxScalars = 16;
 
 // Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.
 struct Layout {

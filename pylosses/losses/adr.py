@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, unlabelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, register
+from ..spec import MOST_SELECTED, LossSpec, Pack, register
 from .entropy import entropy_rows
 from .sparse_cl import ranking
 
@@ -66,6 +67,24 @@ def _density(concentration: Tensor, phi: Tensor, top: int, power: float) -> Tens
     vanishes = logarithm(concentration.detach(), bare) - 4 * bare.log() < math.log(torch.finfo(phi.dtype).tiny)
     vanishes = vanishes | (bare <= 0)
     return torch.where(vanishes, 0, logarithm(concentration, torch.where(vanishes, 1, phi)).exp())
+
+
+def pack(problem: Problem, **own: Any) -> Pack:
+    return Pack(regularizer_scalars(problem, **own))
+
+
+def regularizer_scalars(
+    problem: Problem, *, top: int, phi: str, scope: str, norm: str, form: str, detach_phi: bool
+) -> tuple[float, ...]:
+    check.integer("top", top, least=1, most=problem.classes)
+    scalars = top, phi == "variance", scope == "batch", norm == "l1", form == "literal", detach_phi
+    return tuple(map(float, scalars))
+
+
+def too_many(*, top: int, **_: object) -> str | None:
+    """Why no kernel keeps so many classes of a row."""
+    most = f"fused kernels keep the {MOST_SELECTED} largest classes of a row, top = {top}"
+    return most if top > MOST_SELECTED else None
 
 
 def regularizer_arguments(top: int, phi: str, scope: str, norm: str, form: str, detach_phi: bool) -> dict[str, Any]:
@@ -142,6 +161,9 @@ SPEC = register(
         family="select",
         inputs="unlabelled",
         reference=reference,
+        kernel="adr",
+        pack=pack,
+        beyond=too_many,
         samples=(
             {"top": 1},
             {"top": 2, "phi": "variance", "norm": "l1", "scope": "batch"},

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, labelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, PerClass, register
-from .adr import adr_rows, regularizer_arguments
+from ..spec import LossSpec, Pack, PerClass, register
+from .adr import adr_rows, regularizer_arguments, regularizer_scalars, too_many
 from .cross_entropy import cross_entropy_arguments
 from .cross_entropy import reference as cross_entropy_reference
 
@@ -25,6 +26,21 @@ def reference(
     value, mass, z_term = cross_entropy_reference(rows, **cross_entropy)
     adr = gamma * adr_rows(rows, top=top, phi=phi, scope=scope, norm=norm, form=form, detach_phi=detach_phi)
     return RowLoss(value, mass, adr if z_term is None else z_term + adr)
+
+
+def pack(
+    problem: Problem,
+    *,
+    gamma: float,
+    label_smoothing: float,
+    temperature: float,
+    softcap: float | None,
+    z_loss: float,
+    bias: Tensor | None,
+    **adr: Any,
+) -> Pack:
+    ce = label_smoothing, temperature, softcap or 0.0, z_loss
+    return Pack((*ce, gamma, *regularizer_scalars(problem, **adr)), shift=bias)
 
 
 def cross_entropy_adr(
@@ -101,6 +117,9 @@ SPEC = register(
         family="select",
         inputs="labelled",
         reference=reference,
+        kernel="cross_entropy_adr",
+        pack=pack,
+        beyond=too_many,
         samples=(
             {"top": 1},
             {"top": 2, "gamma": 0.3, "scope": "batch", "label_smoothing": 0.1, "weight": PerClass(0.2, 2.0)},

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, labelled
+from ..check import Problem
 from ..module import module_of
-from ..spec import LossSpec, PerClass, register
+from ..spec import LossSpec, Pack, PerClass, register
 
 
 def reference(rows: Rows, *, smooth: float, over: str, absent: str, sample_weight: Tensor | None, reduction: str) -> Tensor:
@@ -74,6 +75,14 @@ def _class_sums(rows: Rows, sample_weight: Tensor | None, over: str) -> tuple[Te
     images = _images(rows, over)
     tp, t, p = ((s * v).reshape(images, count // max(images, 1), classes).sum(1, dtype=torch.float64) for v in (t * p, t, p))
     return tp, t, p
+
+
+def pack(problem: Problem, **own: Any) -> Pack:
+    return Pack(region_scalars(**own))
+
+
+def region_scalars(*, smooth: float, over: str, absent: str, **_: object) -> tuple[float, ...]:
+    return smooth, float(over == "image"), float(("literal", "zero", "exclude").index(absent))
 
 
 def region_arguments(
@@ -176,6 +185,8 @@ SPEC = register(
         family="region",
         inputs="labelled",
         reference=reference,
+        kernel="dice",
+        pack=pack,
         drivers=("region",),
         samples=(
             {},

@@ -16,11 +16,11 @@ from ..call import Rows, labelled
 from ..check import Problem
 from ..module import module_of
 from ..reduce import reduce
-from ..spec import LossSpec, PerClass, register
+from ..spec import LossSpec, Pack, PerClass, register
 from .cross_entropy import cross_entropy_arguments
 from .cross_entropy import reference as cross_entropy_rows
 from .dice import reference as dice_reference
-from .dice import region_arguments
+from .dice import region_arguments, region_scalars
 
 
 def reference(
@@ -45,6 +45,22 @@ def reference(
     s = None if sample_weight is None else sample_weight.to(x.dtype)
     problem = Problem(x, rows.y, None, rows.weight, s, None, -100, reduction, None, False, x.shape[1], rows.shape, x.dtype)
     return dice_weight * dice + ce_weight * reduce(cross_entropy_rows(rows, **ce), rows.live, problem)
+
+
+def pack(
+    problem: Problem,
+    *,
+    dice_weight: float,
+    ce_weight: float,
+    label_smoothing: float,
+    temperature: float,
+    softcap: float | None,
+    z_loss: float,
+    bias: Tensor | None,
+    **region: Any,
+) -> Pack:
+    ce = label_smoothing, temperature, softcap or 0.0, z_loss
+    return Pack((*ce, dice_weight, ce_weight, *region_scalars(**region)), shift=bias)
 
 
 def dice_ce_loss(
@@ -123,6 +139,8 @@ SPEC = register(
         family="region",
         inputs="labelled",
         reference=reference,
+        kernel="dice_ce",
+        pack=pack,
         drivers=("region",),
         samples=(
             {},

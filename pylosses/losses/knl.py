@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, unlabelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, register
+from ..spec import MOST_SELECTED, LossSpec, Pack, register
 from .entropy import filter_argument, reliable
 from .sparse_cl import or_nan, ranking
 
@@ -43,6 +44,23 @@ def negative_arguments(k: int, skip: int, form: str) -> dict[str, int | str]:
         "skip": check.integer("skip", skip, least=0),
         "form": check.choice("form", form, ("nl", "logit")),
     }
+
+
+def pack(problem: Problem, *, k: int, skip: int, form: str, max_entropy: float | None) -> Pack:
+    return selection_pack("none", 1.0, k, skip, form, max_entropy)
+
+
+def selection_pack(positive: str, negative: float, k: int, skip: int, form: str, max_entropy: float | None) -> Pack:
+    """One kernel runs sparse-CL, k-NL and their sum: `positive` is the weight of the largest logit, `negative` that of k-NL."""
+    limit, filtered = (0.0, 0.0) if max_entropy is None else (max_entropy, 1.0)
+    scalars = ("none", "one", "prob").index(positive), negative, k, skip, form == "logit", limit, filtered
+    return Pack(tuple(map(float, scalars)))
+
+
+def too_many(*, k: int, skip: int, **_: object) -> str | None:
+    """Why no kernel keeps so many classes of a row."""
+    most = f"fused kernels keep the {MOST_SELECTED} largest classes of a row, 1 + skip + k = {1 + skip + k}"
+    return most if 1 + skip + k > MOST_SELECTED else None
 
 
 def knl_loss(
@@ -106,6 +124,9 @@ SPEC = register(
         family="select",
         inputs="unlabelled",
         reference=reference,
+        kernel="tta",
+        pack=pack,
+        beyond=too_many,
         samples=({}, {"k": 2, "skip": 0}, {"k": 3, "skip": 1, "form": "logit", "max_entropy": 1.5}),
         inferred=True,
         paper='ICLR 2025 submission "Update larger, train faster", from its description',

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, unlabelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, register
+from ..spec import LossSpec, Pack, register
 from .entropy import filter_argument, reliable
 
 
@@ -39,6 +40,12 @@ def ranking(x: Tensor) -> Tensor:
 def or_nan(value: Tensor, logp: Tensor) -> Tensor:
     """(R) `value`, but NaN with a NaN gradient in rows that have no softmax: a NaN, +inf, or nothing but -inf."""
     return torch.where(logp.isnan().any(dim=1), logp.sum(dim=1), value)
+
+
+def pack(problem: Problem, *, weight: str, max_entropy: float | None) -> Pack:
+    from .knl import selection_pack  # which stands on this file
+
+    return selection_pack(weight, 0.0, 0, 0, "nl", max_entropy)
 
 
 def sparse_cl_loss(
@@ -94,6 +101,8 @@ SPEC = register(
         family="select",
         inputs="unlabelled",
         reference=reference,
+        kernel="tta",
+        pack=pack,
         samples=({}, {"weight": "prob"}, {"weight": "prob", "max_entropy": 1.5}),
         inferred=True,
         paper='ICLR 2025 submission "Update larger, train faster", from its description',

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from .. import check
 from ..call import Rows, unlabelled
+from ..check import Problem
 from ..module import module_of
 from ..reduce import RowLoss
-from ..spec import LossSpec, register
+from ..spec import LossSpec, Pack, register
 from .entropy import filter_argument, reliable
-from .knl import knl_rows, negative_arguments
+from .knl import knl_rows, negative_arguments, selection_pack, too_many
 from .sparse_cl import sparse_cl_rows
 
 
@@ -24,6 +25,10 @@ def reference(rows: Rows, *, k: int, skip: int, lam: float, form: str, max_entro
         return sparse_cl_rows(x, "one") + lam * knl_rows(x, k, skip, form)
 
     return reliable(row_loss, rows.x, max_entropy)
+
+
+def pack(problem: Problem, *, k: int, skip: int, lam: float, form: str, max_entropy: float | None) -> Pack:
+    return selection_pack("one", lam, k, skip, form, max_entropy)
 
 
 def tta_loss(
@@ -86,6 +91,9 @@ SPEC = register(
         family="select",
         inputs="unlabelled",
         reference=reference,
+        kernel="tta",
+        pack=pack,
+        beyond=too_many,
         samples=({}, {"k": 2, "skip": 1, "lam": 0.5, "max_entropy": 1.5}, {"k": 2, "skip": 0, "form": "logit"}),
         inferred=True,
         paper='ICLR 2025 submission "Update larger, train faster", from its description',
