@@ -36,7 +36,8 @@ class Call(NamedTuple):
         return self.y, self.soft, self.weight, self.shift, self.factor, self.sample_weight
 
 
-#: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), statistics(kernel)
+#: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), new_saved(call, x)
+#: and, where forward can write the gradient too, forward_ahead(call, x) -> (loss, saved, gradient or None)
 KERNELS: dict[str, Any] = {"cpu": cpu}
 
 
@@ -60,7 +61,12 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
-        loss, saved = KERNELS[call.backend].forward(call, x, True)
+        kernels = KERNELS[call.backend]
+        if hasattr(kernels, "forward_ahead"):
+            loss, saved, ctx.ahead = kernels.forward_ahead(call, x)
+        else:
+            loss, saved = kernels.forward(call, x, True)
+            ctx.ahead = None
         # The labels and weights are saved too, so that changing them in place before backward is an error.
         ctx.save_for_backward(x, saved, *call.tensors())
         ctx.call = call
@@ -71,7 +77,17 @@ class Fused(torch.autograd.Function):
         x, saved = ctx.saved_tensors[:2]
         if torch.is_grad_enabled():  # create_graph=True
             return Once.apply(x, grad, saved, ctx.call), None
-        return KERNELS[ctx.call.backend].backward(ctx.call, x, saved, grad), None
+        kernels = KERNELS[ctx.call.backend]
+        if ctx.ahead is None:
+            return kernels.backward(ctx.call, x, saved, grad), None
+        # Handed out once: it is the caller's then. A second backward finds none and computes its own.
+        gradient, ctx.ahead = ctx.ahead, None
+        factor = grad.item()
+        if factor == 1:
+            return gradient, None
+        if gradient.element_size() >= 4:
+            return gradient.mul_(factor), None
+        return kernels.backward(ctx.call, x, saved, grad, out=gradient), None  # halves are rounded once, after the factor
 
 
 class Once(torch.autograd.Function):

@@ -41,13 +41,8 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("pylosses::forward")
 def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
-    dtype = ACCUMULATE[x.dtype]
-    shape = label_shape(x.shape)
-    rows = 1
-    for size in shape:
-        rows = rows * size
-    saved = x.new_empty(2 + rows * KERNELS[call.backend].statistics(call.kernel), dtype=dtype)
-    return x.new_empty(shape if call.reduction == "none" else (), dtype=dtype), saved
+    loss = x.new_empty(label_shape(x.shape) if call.reduction == "none" else (), dtype=ACCUMULATE[x.dtype])
+    return loss, KERNELS[call.backend].new_saved(call, x)
 
 
 @torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")

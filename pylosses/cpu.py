@@ -27,7 +27,7 @@ except ImportError as error:
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _INDEX = {torch.uint8: 0, torch.int16: 1, torch.int32: 2, torch.int64: 3}
 _REDUCTION = {"none": 0, "sum": 1, "mean": 2, "above_zero": 3}
-_LOSSES: dict[str, tuple[int, int]] = {} if _cpu is None else _cpu.losses()  # name -> (id, saved statistics per row)
+_LOSSES: dict[str, tuple[int, int, int]] = {} if _cpu is None else _cpu.losses()  # see csrc/losses/list.h
 
 
 def isa() -> str:
@@ -75,30 +75,53 @@ def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
 
 
 def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
-    """Loss and, if `save`, what backward needs: two divisors, then K statistics of every row."""
-    dtype = ACCUMULATE[x.dtype]
+    """Loss and, if `save`, what backward needs."""
+    # Zeros: an op that is traced must give the same bits each time, also where nothing is written.
+    return _forward(call, x, new_saved(call, x).zero_() if save else None, None)
+
+
+def forward_ahead(call: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, what backward needs and, where it can be known so early, the gradient for an upstream gradient of 1.
+
+    Writing it while the logits are in the cache saves backward from reading them again.
+    """
+    gradient = torch.empty_like(x) if _is_known_early(call) else None
+    return *_forward(call, x, new_saved(call, x), gradient), gradient  # type: ignore[return-value]
+
+
+def _forward(call: Call, x: Tensor, saved: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
     shape = x.shape
-    loss = torch.empty(label_shape(shape) if call.reduction == "none" else (), dtype=dtype)
-    saved = None
-    if save:
-        rows = 1 if len(shape) == 1 else x.numel() // shape[1]
-        saved = torch.empty(2 + rows * statistics(call.kernel), dtype=dtype)
-    bad = _cpu.forward(*_description(call, x), loss.data_ptr(), _pointer(saved))
+    loss = torch.empty(label_shape(shape) if call.reduction == "none" else (), dtype=ACCUMULATE[x.dtype])
+    stride = () if gradient is None else gradient.stride()
+    bad = _cpu.forward(*_description(call, x), loss.data_ptr(), _pointer(saved), _pointer(gradient), stride)
     if bad >= 0:
         assert call.y is not None
         raise bad_label(call.y, bad, shape[1] if len(shape) > 1 else shape[0], call.ignore_index)
     return loss, saved
 
 
-def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to x, in x's dtype and memory format."""
-    result = torch.empty_like(x)
-    if grad.dtype != saved.dtype or grad.dim() > 0:
-        grad = grad.to(saved.dtype).contiguous()
+def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gradient with respect to x, in x's dtype and memory format; into `out` if given."""
+    result = torch.empty_like(x) if out is None else out
+    dtype = ACCUMULATE[x.dtype]
+    if grad.dtype != dtype or grad.dim() > 0:
+        grad = grad.to(dtype).contiguous()
     _cpu.backward(*_description(call, x), grad.data_ptr(), saved.data_ptr(), result.data_ptr(), result.stride())
     return result
 
 
-def statistics(kernel: str) -> int:
-    """How many numbers a row `kernel` saves for backward."""
-    return _LOSSES[kernel][1]
+def _is_known_early(call: Call) -> bool:
+    forbidden_by = _LOSSES[call.kernel][2]  # -1: nothing, -2: anything, else the number of a scalar
+    return call.reduction in ("mean", "sum") and (forbidden_by == -1 or (forbidden_by >= 0 and not call.scalars[forbidden_by]))
+
+
+def new_saved(call: Call, x: Tensor) -> Tensor:
+    """Bytes for what backward needs: two divisors, K statistics of every row, the margin family's bits."""
+    shape = x.shape
+    rows, classes = 1, shape[1] if len(shape) > 1 else shape[0]
+    for size in label_shape(shape):
+        rows = rows * size
+    size = (2 + rows * _LOSSES[call.kernel][1]) * ACCUMULATE[x.dtype].itemsize
+    if call.kernel == "hem":
+        size += rows * classes // 8 + 2 * rows + 2 * classes  # whole bytes for each row, or for each vector of rows
+    return x.new_empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned

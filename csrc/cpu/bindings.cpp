@@ -126,48 +126,6 @@ Problem describe(PYL_SHARED) {
   return p;
 }
 
-template <class T>
-int64_t first_bad(const Problem& p) {
-  const T* y = static_cast<const T*>(p.y);
-  auto bad = [&](int64_t v) { return (v < 0 || v >= p.classes) && v != p.ignore_index; };
-  constexpr int64_t stretch = 4096;  // looked at without branches; only a stretch with a bad label is searched
-  for (int64_t begin = 0; begin < p.rows; begin += stretch) {
-    int64_t end = begin + stretch < p.rows ? begin + stretch : p.rows;
-    int found = 0;
-    for (int64_t i = begin; i < end; ++i) found |= bad(y[i]);
-    for (int64_t i = begin; found && i < end; ++i)
-      if (bad(y[i])) return i;
-  }
-  return -1;
-}
-bool label_free(int loss) {
-  int id = 0;
-  bool free = false;
-#define PYL_LABELLED(name, saved) id++;
-#define PYL_FREE(name, saved) free = free || loss == id++;
-  PYL_SOFTMAX_LOSSES(PYL_LABELLED)
-  PYL_MARGIN_LOSSES(PYL_LABELLED)
-  PYL_ENTROPY_LOSSES(PYL_FREE)
-#undef PYL_LABELLED
-#undef PYL_FREE
-  return free;
-}
-// Position of the first label that is neither a class nor ignored, or -1.
-int64_t first_bad_label(const Problem& p) {
-  if (!p.y || label_free(p.loss)) return -1;
-  switch (p.y_type) {
-    case Index::u8:
-      return first_bad<uint8_t>(p);
-    case Index::i16:
-      return first_bad<int16_t>(p);
-    case Index::i32:
-      return first_bad<int32_t>(p);
-    case Index::i64:
-      return first_bad<int64_t>(p);
-  }
-  return -1;
-}
-
 // A fresh gradient of hundreds of megabytes costs more in page faults than the whole computation; huge pages make them rare.
 void prefer_huge_pages(void* start, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -181,33 +139,38 @@ void prefer_huge_pages(void* start, size_t bytes) {
 #endif
 }
 
-int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved) {
+// Where the gradient goes; a large one is asked for in huge pages.
+void set_gradient(Problem& p, uintptr_t grad, const Sizes& shape, const Sizes& stride) {
+  p.grad = reinterpret_cast<void*>(grad);
+  if (!p.grad) return;
+  p.grad_layout = layout(shape, stride);
+  size_t width = p.dtype == Dtype::f64 ? 8 : p.dtype == Dtype::f32 ? 4 : 2;
+  prefer_huge_pages(p.grad, static_cast<size_t>(p.rows) * p.classes * width);
+}
+
+int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
   Problem p = describe(PYL_SHARED_NAMES);
   p.loss_out = reinterpret_cast<void*>(out);
   p.saved = reinterpret_cast<void*>(saved);
+  set_gradient(p, grad, shape, grad_stride);
   py::gil_scoped_release unlocked;
-  int64_t bad = first_bad_label(p);
-  if (bad < 0) chosen.kernels->forward(p);
-  return bad;
+  return chosen.kernels->forward(p);
 }
 
 void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
   Problem p = describe(PYL_SHARED_NAMES);
+  if (p.rows == 0) return;
   p.grad_out = reinterpret_cast<const void*>(grad_out);
   p.saved = reinterpret_cast<void*>(saved);
-  p.grad = reinterpret_cast<void*>(grad);
-  p.grad_layout = layout(shape, grad_stride);
-  if (p.rows == 0) return;
+  set_gradient(p, grad, shape, grad_stride);
   py::gil_scoped_release unlocked;
-  size_t width = p.dtype == Dtype::f64 ? 8 : p.dtype == Dtype::f32 ? 4 : 2;
-  prefer_huge_pages(p.grad, static_cast<size_t>(p.rows) * p.classes * width);
   chosen.kernels->backward(p);
 }
 
 py::dict losses() {
   py::dict table;
   int id = 0;
-#define PYL_ENTRY(name, saved) table[#name] = py::make_tuple(id++, saved);
+#define PYL_ENTRY(name, saved, ahead) table[#name] = py::make_tuple(id++, saved, ahead);
   PYL_LOSSES(PYL_ENTRY)
 #undef PYL_ENTRY
   return table;
@@ -227,7 +190,7 @@ PYBIND11_MODULE(_cpu, m) {
         return names;
       },
       "The instruction sets that this machine and build have.");
-  m.def("losses", &losses, "Name -> (number, saved numbers per row) of every formula.");
+  m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead) of every formula, see losses/list.h.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");
 }

@@ -15,12 +15,12 @@
 
 namespace PYL_ISA {
 
-#define PYL_ID(name, saved) id_##name,
+#define PYL_ID(name, saved, ahead) id_##name,
 enum LossId { PYL_LOSSES(PYL_ID) };
 #undef PYL_ID
 
-#define PYL_FORMULA(name, saved) \
-  case id_##name:                \
+#define PYL_FORMULA(name, saved, ahead) \
+  case id_##name:                       \
     return name::row(k, r);
 template <class T, class V>
 __attribute__((noinline)) SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
@@ -40,7 +40,7 @@ __attribute__((noinline)) EntropyResult<V> entropy_formula(int loss, const Scala
 #undef PYL_FORMULA
 
 inline Family family_of(int loss) {
-#define PYL_CASE(name, saved) case id_##name:
+#define PYL_CASE(name, saved, ahead) case id_##name:
   switch (loss) {
     PYL_MARGIN_LOSSES(PYL_CASE) return Family::margin;
     PYL_ENTROPY_LOSSES(PYL_CASE) return Family::entropy;
@@ -51,12 +51,28 @@ inline Family family_of(int loss) {
 
 // Numbers a row saves for backward.
 inline int saved_by(int loss) {
-#define PYL_CASE(name, saved) \
-  case id_##name:             \
+#define PYL_CASE(name, saved, ahead) \
+  case id_##name:                    \
     return saved;
   switch (loss) { PYL_LOSSES(PYL_CASE) }
 #undef PYL_CASE
   return 0;
+}
+inline bool label_free(int loss) { return family_of(loss) == Family::entropy; }
+
+// Calls f(labels) with the labels' own type.
+template <class F>
+PYL_INLINE void with_labels(const Problem& p, F f) {
+  switch (p.y_type) {
+    case Index::u8:
+      return f(static_cast<const uint8_t*>(p.y));
+    case Index::i16:
+      return f(static_cast<const int16_t*>(p.y));
+    case Index::i32:
+      return f(static_cast<const int32_t*>(p.y));
+    case Index::i64:
+      return f(static_cast<const int64_t*>(p.y));
+  }
 }
 
 // What one row weighs.
@@ -70,7 +86,11 @@ struct RowWeights {
 // Sums of a chunk of rows. Chunks are cut by the problem alone and added in order: the same bits for any number of threads.
 struct Partial {
   double sum = 0, mass = 0, extra = 0, extra_mass = 0;
-  void add(const Partial& o) { sum += o.sum, mass += o.mass, extra += o.extra, extra_mass += o.extra_mass; }
+  int64_t bad = -1;  // the first label that is neither a class nor ignored
+  void add(const Partial& o) {
+    sum += o.sum, mass += o.mass, extra += o.extra, extra_mass += o.extra_mass;
+    if (bad < 0) bad = o.bad;
+  }
 };
 
 template <class T>
@@ -103,22 +123,9 @@ struct Context {
 
   // The label of a row, or -1 when it is ignored; 0 without labels.
   int64_t label(int64_t row) const {
-    int64_t y = 0;
     if (!p.y) return 0;
-    switch (p.y_type) {
-      case Index::u8:
-        y = static_cast<const uint8_t*>(p.y)[row];
-        break;
-      case Index::i16:
-        y = static_cast<const int16_t*>(p.y)[row];
-        break;
-      case Index::i32:
-        y = static_cast<const int32_t*>(p.y)[row];
-        break;
-      case Index::i64:
-        y = static_cast<const int64_t*>(p.y)[row];
-        break;
-    }
+    int64_t y = 0;
+    with_labels(p, [&](auto labels) { y = labels[row]; });
     return y == p.ignore_index ? -1 : y;
   }
   RowWeights<T> weights(int64_t row, int64_t y) const {
@@ -136,7 +143,7 @@ struct Context {
       out[row] = total;
     } else if (p.reduction != Reduction::above_zero || !(total <= 0)) {
       double s = w.s;
-      sums.add({s * loss, s * w.mass, s * extra, s});
+      sums.add({s * loss, s * w.mass, s * extra, s, -1});
     }
   }
   void emit_ignored(int64_t row) const {
@@ -159,15 +166,24 @@ struct Context {
   }
   static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
-  // Backward: the factor that all rows share, and the share of the main term where the z-term has another divisor.
-  void begin_backward() {
-    if (p.reduction == Reduction::none) return;
-    double g = *static_cast<const T*>(p.grad_out);
-    double main = divisors[0] > 0 ? 1.0 / divisors[0] : 0, extra = divisors[1] > 0 ? 1.0 / divisors[1] : 0;
+  // The factor that the gradients of all rows share, and the share of the main term where the z-term has another divisor.
+  void set_base(double g, double mass, double extra_mass) {
+    double main = mass > 0 ? 1 / mass : 0, extra = extra_mass > 0 ? 1 / extra_mass : 0;
     bool z = p.loss == id_cross_entropy && p.scalars[3] > 0;
     base = g * (z ? extra : main);
     if (z) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
   }
+  void begin_backward() {
+    if (p.reduction != Reduction::none) set_base(*static_cast<const T*>(p.grad_out), divisors[0], divisors[1]);
+  }
+  // Before a forward that writes the gradient: the divisors are known from the labels.
+  void begin_ahead(const Partial& counted) {
+    bool sum = p.reduction == Reduction::sum, given = p.normalizer >= 0;
+    set_base(1, sum ? 1 : given ? p.normalizer : counted.mass, sum ? 1 : given ? p.normalizer : counted.extra_mass);
+  }
+  bool ahead() const { return out && p.grad; }
+  // The margin family's kept classes, one bit each, after the statistics.
+  uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_by(p.loss) * p.rows); }
   T upstream(int64_t row, const RowWeights<T>& w) const {
     double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
     return static_cast<T>(g * w.s);
@@ -188,23 +204,25 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
 };
 
-// Runs body(first row, last row, sums) on every chunk: contiguous chunks to each thread, small problems on one.
-template <class F>
-void for_chunks(const Problem& p, int64_t chunk_rows, Partial* total, F body) {
+// Runs body(tools, first row, last row, sums) on every chunk: contiguous chunks to each thread, small problems on one. Each
+// thread makes its tools, the buffers of a driver, once.
+template <class M, class F>
+void for_chunks(const Problem& p, int64_t chunk_rows, int64_t numbers_a_row, Partial* total, M make_tools, F body) {
   int64_t chunks = (p.rows + chunk_rows - 1) / chunk_rows;
   Partial one;
   Scratch<Partial> many(total && chunks > 1 ? chunks : 1);
   Partial* sums = chunks > 1 ? many.data : &one;
   constexpr int64_t worth_a_thread = 16384;  // numbers: below, waking a thread costs more than it brings
-  int64_t threads = p.rows * p.classes / worth_a_thread;
+  int64_t threads = p.rows * numbers_a_row / worth_a_thread;
   threads = threads < 1 ? 1 : threads;
   threads = threads > p.threads ? p.threads : threads;
   threads = threads > chunks ? (chunks ? chunks : 1) : threads;
   auto work = [&](int64_t t, int64_t n) {
+    auto tools = make_tools();
     for (int64_t c = chunks * t / n; c < chunks * (t + 1) / n; ++c) {
       int64_t end = (c + 1) * chunk_rows;
       Partial mine;
-      body(c * chunk_rows, end < p.rows ? end : p.rows, mine);
+      body(tools, c * chunk_rows, end < p.rows ? end : p.rows, mine);
       if (total) sums[c] = mine;
     }
   };
@@ -217,6 +235,48 @@ void for_chunks(const Problem& p, int64_t chunk_rows, Partial* total, F body) {
     work(0, 1);
   if (total)
     for (int64_t c = 0; c < chunks; ++c) total->add(sums[c]);
+}
+template <class M, class F>
+void for_chunks(const Problem& p, int64_t chunk_rows, Partial* total, M make_tools, F body) {
+  for_chunks(p, chunk_rows, p.classes, total, make_tools, body);
+}
+
+// A look at the labels before the logits: the first bad one, and, where the gradient is written ahead, what a mean divides by.
+template <class T>
+Partial look_at_labels(const Context<T>& c) {
+  const Problem& p = c.p;
+  Partial found;
+  bool check = p.y && !label_free(p.loss), plain = !c.weight && !c.sample;
+  if (!p.y && plain) found.mass = found.extra_mass = static_cast<double>(p.rows);
+  if ((!p.y && plain) || (!check && !c.ahead())) return found;
+  for_chunks(
+      p, 8192, 1, &found, [] { return 0; },
+      [&](int, int64_t begin, int64_t end, Partial& sums) {
+        if (check)
+          with_labels(p, [&](auto y) {
+            int64_t live = 0, bad = 0, ignored = p.ignore_index, classes = p.classes;
+            for (int64_t i = begin; i < end; ++i) {  // without branches
+              int64_t label = y[i], in = label != ignored;
+              live += in;
+              bad |= in & ((label < 0) | (label >= classes));
+            }
+            sums.mass = sums.extra_mass = static_cast<double>(live);
+            for (int64_t i = begin; bad && i < end; ++i)
+              if (y[i] != ignored && (y[i] < 0 || static_cast<int64_t>(y[i]) >= classes)) {
+                sums.bad = i;
+                return;
+              }
+          });
+        if (!c.ahead() || (check && plain) || sums.bad >= 0) return;
+        sums.mass = sums.extra_mass = 0;
+        for (int64_t i = begin; i < end; ++i) {
+          int64_t y = c.label(i);
+          if (y < 0) continue;
+          RowWeights<T> w = c.weights(i, y);
+          sums.mass += static_cast<double>(w.s) * w.mass, sums.extra_mass += w.s;
+        }
+      });
+  return found;
 }
 
 }  // namespace PYL_ISA

@@ -17,9 +17,11 @@ inline bool across_rows(const Problem& p) {
 }
 
 template <class T>
-void forward_as(const Problem& p) {
+int64_t forward_as(const Problem& p) {
   Context<T> c(p);
-  Partial total;
+  Partial total, labels = look_at_labels(c);
+  if (labels.bad >= 0) return labels.bad;
+  if (c.ahead()) c.begin_ahead(labels);
   bool pixels = across_rows(p);
   switch (family_of(p.loss)) {
     case Family::softmax:
@@ -33,6 +35,7 @@ void forward_as(const Problem& p) {
       break;
   }
   c.finish(total);
+  return -1;
 }
 template <class T>
 void backward_as(const Problem& p) {
@@ -52,7 +55,7 @@ void backward_as(const Problem& p) {
   }
 }
 
-static void forward(const Problem& p) { p.dtype == Dtype::f64 ? forward_as<double>(p) : forward_as<float>(p); }
+static int64_t forward(const Problem& p) { return p.dtype == Dtype::f64 ? forward_as<double>(p) : forward_as<float>(p); }
 static void backward(const Problem& p) { p.dtype == Dtype::f64 ? backward_as<double>(p) : backward_as<float>(p); }
 
 extern const Kernels kernels;

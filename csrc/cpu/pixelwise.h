@@ -1,6 +1,7 @@
 // Driver for short rows and for (N, C, *): lanes run across rows, the loop runs over classes.
-// A tile of rows is copied, converted and transposed if need be, to [class][row] in the cache; every pass then works on the
-// tile. When all classes do not fit, the tile is a block of classes and statistics go on from block to block.
+// A tile is a run of rows, copied (converted, mapped) to [class][row] in the cache. Memory is read and written one class of a
+// tile after the other: planes of a power of two share cache sets, so that walking across the classes in memory would throw
+// lines out before their neighbours are used. All other passes work on the tile.
 #pragma once
 #include "cpu/rowwise.h"
 
@@ -24,106 +25,108 @@ struct Places {
   }
 };
 
-// Rows [begin, begin + rows) of the problem: where they lie, their labels and weights, and a tile of their logits.
+// Rows [begin, begin + rows) of the problem: where they lie, their labels and weights, their logits and gradient.
 template <class T>
 struct Tile {
   typedef typename Lanes<T>::V V;
+  typedef typename Lanes<T>::I I;
+  static constexpr int W = Lanes<T>::W;
   const Context<T>& c;
   Map<T> map;
-  int64_t width;    // rows of a tile, a multiple of the lanes
-  int64_t classes;  // classes of a block
-  Scratch<T> tile, slopes, soft;
-  int64_t begin = 0, rows = 0, first = 0, count = 0;  // classes [first, first + count) are loaded
+  int64_t width;                         // rows of a tile, a multiple of the lanes
+  Scratch<T> tile, kept, slopes, soft_;  // [class][row]: logits; exponentials; du/dx under a softcap; targets
+  T* exponentials;                       // kept, or the tile itself when no pass needs the logits after them
+  int64_t begin = 0, rows = 0, padded = 0;
+  T* grad_first;
+  int64_t grad_stride;  // from class to class
+  bool grad_in_place;
   Places x_at, grad_at, soft_at;
-  int64_t y[kTileRows];
-  alignas(64) T live[kTileRows], u_label[kTileRows], du_label[kTileRows];
-  alignas(64) T late[kTileRows];  // LogitNorm's scale of each row, see OnlineSum; 1 elsewhere
-  alignas(64) T w[kTileRows], mass[kTileRows], sample[kTileRows];
+  alignas(64) typename Lanes<T>::IntScalar y[kTileRows];  // -1 where there is no label that counts
+  alignas(64) T live[kTileRows], w[kTileRows], mass[kTileRows], sample[kTileRows];
   V sum, sum_mass, sum_extra, sum_sample;  // of the rows emitted since the last flush
 
   static int64_t rows_for(int64_t classes) {
     int64_t n = kTileNumbers / classes / 16 * 16;
-    return n < 32 ? 32 : (n > kTileRows ? kTileRows : n);
+    return n < 16 ? 16 : (n > kTileRows ? kTileRows : n);
   }
-  explicit Tile(const Context<T>& c)
+  static int64_t chunk_rows(int64_t classes) { return rows_for(classes) * 16; }
+
+  Tile(const Context<T>& c, bool logits_stay)
       : c(c),
         map(map_of(c)),
         width(rows_for(c.p.classes)),
-        classes(c.p.classes * width <= kTileNumbers ? c.p.classes : kTileNumbers / width),
-        tile(classes * width),
-        slopes(map.cap > 0 ? classes * width : 1),
-        soft(c.p.soft ? classes * width : 1) {}
+        tile(c.p.classes * width),
+        kept(logits_stay ? c.p.classes * width : 1),
+        slopes(map.cap > 0 ? c.p.classes * width : 1),
+        soft_(c.p.soft ? c.p.classes * width : 1),
+        exponentials(logits_stay ? kept.data : tile.data) {}
 
-  void seek(int64_t begin_, int64_t end) {
-    begin = begin_, rows = end - begin_;
-    read_labels();
-    bool weighted = c.weight || c.factor || c.sample;
-    for (int64_t r = 0; r < width; ++r) {
-      live[r] = w[r] = mass[r] = sample[r] = y[r] >= 0;
-      late[r] = 1, u_label[r] = 0, du_label[r] = 0;
+  // Calls f() on every tile of [first, last).
+  template <class F>
+  void each(int64_t first, int64_t last, Partial* sums, F f) {
+    for (int64_t at = first; at < last; at += width) {
+      seek(at, at + width < last ? at + width : last);
+      f();
+      if (grad_first && !grad_in_place) store_gradient();
+      if (sums) sums->add({sum_of(sum), sum_of(sum_mass), sum_of(sum_extra), sum_of(sum_sample), -1});
     }
-    for (int64_t r = 0; weighted && r < rows; ++r) {
-      if (y[r] < 0) continue;
-      RowWeights<T> mine = c.weights(begin + r, y[r]);
-      w[r] = mine.w, mass[r] = mine.mass, sample[r] = mine.s;
-    }
-    x_at.find(c.p.x_layout, begin, rows);
-    if (c.p.soft) soft_at.find(c.p.soft_layout, begin, rows);
-    if (c.p.grad) grad_at.find(c.p.grad_layout, begin, rows);
-    first = count = 0;
+  }
+  void seek(int64_t from, int64_t to) {
+    begin = from, rows = to - from, padded = (rows + W - 1) / W * W;
+    for (int64_t r = 0; r < padded; ++r) y[r] = r < rows ? 0 : -1;
+    if (c.p.y)
+      with_labels(c.p, [&](auto labels) {
+        for (int64_t r = 0; r < rows; ++r) {
+          auto label = labels[begin + r];
+          y[r] = label == c.p.ignore_index ? -1 : static_cast<typename Lanes<T>::IntScalar>(label);
+        }
+      });
+    for (int64_t r = 0; r < padded; ++r) live[r] = w[r] = mass[r] = sample[r] = y[r] >= 0;
+    if (c.weight || c.factor || c.sample)
+      for (int64_t r = 0; r < rows; ++r) {
+        if (y[r] < 0) continue;
+        RowWeights<T> mine = c.weights(begin + r, y[r]);
+        w[r] = mine.w, mass[r] = mine.mass, sample[r] = mine.s;
+      }
     sum = sum_mass = sum_extra = sum_sample = V{};
+    grad_first = nullptr;
+    if (!c.p.grad) return;
+    grad_at.find(c.p.grad_layout, begin, rows);
+    grad_in_place = usable(grad_at);
+    grad_first = grad_in_place ? static_cast<T*>(c.p.grad) + grad_at.base : tile.data;
+    grad_stride = grad_in_place ? c.p.grad_layout.class_stride : width;
   }
-  // y: the label of each row, -1 where there is none that counts.
-  void read_labels() {
-    for (int64_t r = rows; r < width; ++r) y[r] = -1;
-    if (!c.p.y) {
-      for (int64_t r = 0; r < rows; ++r) y[r] = 0;
-      return;
-    }
-    switch (c.p.y_type) {
-      case Index::u8:
-        return read_labels(static_cast<const uint8_t*>(c.p.y) + begin);
-      case Index::i16:
-        return read_labels(static_cast<const int16_t*>(c.p.y) + begin);
-      case Index::i32:
-        return read_labels(static_cast<const int32_t*>(c.p.y) + begin);
-      case Index::i64:
-        return read_labels(static_cast<const int64_t*>(c.p.y) + begin);
-    }
+  bool usable(const Places& at) const { return c.as_it_is() && at.regular && at.step == 1 && rows % W == 0; }
+
+  // Makes the (mapped) logits of the tile available to u().
+  void read() {
+    x_at.find(c.p.x_layout, begin, rows);
+    copy(c.p.dtype, c.p.x, c.p.x_layout, x_at, tile.data);
+    if (!map.identity()) apply_map();
   }
-  template <class I>
-  void read_labels(const I* labels) {
-    for (int64_t r = 0; r < rows; ++r) y[r] = labels[r] == c.p.ignore_index ? -1 : static_cast<int64_t>(labels[r]);
-  }
-  void load_block(Dtype dtype, const void* base, const Layout& l, const Places& at, T* out) const {
+  void copy(Dtype dtype, const void* base, const Layout& l, const Places& at, T* out) const {
     int64_t bytes = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
-    for (int64_t j = 0; j < count; ++j, out += width) {
-      int64_t shift = (first + j) * l.class_stride;
+    for (int64_t j = 0; j < c.p.classes; ++j, out += width) {
+      int64_t shift = j * l.class_stride;
       if (at.regular) {
         load_as(dtype, base, at.base + shift, at.step, rows, out);
-        // The same class of the next tile: the processor cannot follow as many streams as there are classes.
-        const char* next = static_cast<const char*>(base) + (at.base + shift + rows * at.step) * bytes;
-        if (at.step == 1)
+        // The same class of the next tile: a processor cannot follow as many streams as there are classes.
+        if (at.step == 1) {
+          const char* next = static_cast<const char*>(base) + (at.base + shift + rows) * bytes;
           for (int64_t b = 0; b < rows * bytes; b += 64) __builtin_prefetch(next + b, 0, 2);
+        }
       } else {
         for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at.at[r] + shift, 1, 1, out + r);
       }
-      for (int64_t r = rows; r < width; ++r) out[r] = 0;
+      for (int64_t r = rows; r < padded; ++r) out[r] = 0;
     }
-  }
-
-  // Loads a block of raw logits; a tile that holds all classes is loaded once.
-  void load_raw(int64_t j) {
-    first = j;
-    count = c.p.classes - j < classes ? c.p.classes - j : classes;
-    load_block(c.p.dtype, c.p.x, c.p.x_layout, x_at, tile.data);
   }
   // u = scale softcap(x) + shift, in place.
   void apply_map() {
-    if (map.scale == 1 && map.cap == 0 && !map.shift) return;
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t r = 0; r < width; r += Lanes<T>::W) {
-        V x = load(at(j, r)), u = x, du;
+    for (int64_t j = 0; j < c.p.classes; ++j)
+      for (int64_t r = 0; r < padded; r += W) {
+        T* at = tile.data + j * width + r;
+        V x = load(at), u = x, du;
         if (map.cap > 0) {
           V t = tanh(x / map.cap, du);
           Int<V> masked = x == -infinity<T>();  // stays masked
@@ -132,89 +135,68 @@ struct Tile {
           store(slopes.data + j * width + r, du);
         }
         u *= map.scale;
-        store(at(j, r), map.shift ? u + map.shift[first + j] : u);
+        store(at, map.shift ? u + map.shift[j] : u);
       }
   }
-  T* at(int64_t j, int64_t r) { return tile.data + j * width + r; }
-
-  // Takes the labels' numbers out of the tile, so that the loops below see the other classes only.
-  void lift_labels() {
-    for (int64_t r = 0; r < rows; ++r) {
-      if (y[r] < first || y[r] >= first + count) continue;
-      T* u = at(y[r] - first, r);
-      u_label[r] = *u;
-      du_label[r] = map.cap > 0 ? slopes.data[u - tile.data] : map.scale * late[r];
-      *u = -infinity<T>();
-    }
-  }
-  void load_soft() {
-    load_block(c.p.soft_dtype, c.p.soft, c.p.soft_layout, soft_at, soft.data);
+  // The targets' weights q_j = w_j ((1 - eps) t_j + eps / C), available to soft().
+  void read_soft() {
+    soft_at.find(c.p.soft_layout, begin, rows);
+    copy(c.p.soft_dtype, c.p.soft, c.p.soft_layout, soft_at, soft_.data);
     T eps = c.k.own[0], each = eps / c.k.classes;
-    for (int64_t j = 0; j < count; ++j) {
-      T w = c.weight ? c.weight[first + j] : 1;
-      for (int64_t r = 0; r < width; ++r) soft.data[j * width + r] = w * ((1 - eps) * soft.data[j * width + r] + each);
+    for (int64_t j = 0; j < c.p.classes; ++j) {
+      T w = c.weight ? c.weight[j] : 1;
+      for (int64_t r = 0; r < padded; ++r) soft_.data[j * width + r] = w * ((1 - eps) * soft_.data[j * width + r] + each);
     }
   }
-  // The gradient's own memory for the block, or null when it must go through the tile.
-  T* gradient() const {
-    bool same = c.as_it_is();
-    if (!same || !grad_at.regular || grad_at.step != 1) return nullptr;
-    return static_cast<T*>(c.p.grad) + grad_at.base + first * c.p.grad_layout.class_stride;
-  }
-  // Writes the gradient of the block: rows_from(r)(j) is that of class j for the rows r.., `label` that of each row's label.
-  // Two vectors of rows at a time: whole cache lines go out.
-  template <class F>
-  void write_gradient(F rows_from, const T* label) {
-    constexpr int W = Lanes<T>::W;
-    T* out = gradient();
-    int64_t stride = out ? c.p.grad_layout.class_stride : width, r = 0;
-    for (; out && r + 2 * W <= rows; r += 2 * W) {
-      auto left = rows_from(r), right = rows_from(r + W);
-      T* p = out + r;
-      for (int64_t j = 0; j < count; ++j, p += stride) {
-        V a = left(j), b = right(j);
-        store(p, a);
-        store(p + W, b);
-      }
-    }
-    for (; r < width; r += W) {
-      auto here = rows_from(r);
-      for (int64_t j = 0; j < count; ++j) {
-        V v = here(j);
-        if (!out) store(at(j, r), v);
-        else if (r + W <= rows) store(out + j * stride + r, v);
-        else if (r < rows) store_some(out + j * stride + r, rows - r, v);
-      }
-    }
-    T* base = out ? out : tile.data;
-    for (int64_t i = 0; label && i < rows; ++i)
-      if (y[i] >= first && y[i] < first + count) base[(y[i] - first) * stride + i] = label[i];
-    if (!out) store_tile();
-  }
-  void store_tile() const {
+  void store_gradient() const {
     const Layout& l = c.p.grad_layout;
     const T* in = tile.data;
-    for (int64_t j = 0; j < count; ++j, in += width) {
-      int64_t shift = (first + j) * l.class_stride;
+    for (int64_t j = 0; j < c.p.classes; ++j, in += width) {
+      int64_t shift = j * l.class_stride;
       if (grad_at.regular) store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
       else
         for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at.at[r] + shift, 1);
     }
   }
-  bool whole() const { return classes == c.p.classes; }
-  bool loaded() const { return whole() && count > 0; }
 
-  template <class F>
-  V gather(int64_t r, F f) const {
-    V v{};
-    for (int i = 0; i < Lanes<T>::W; ++i) v[i] = f(r + i);
-    return v;
+  // The numbers of class j for the rows r.. of the tile
+  PYL_INLINE V u(int64_t j, int64_t r) const { return load(tile.data + j * width + r); }
+  PYL_INLINE V e(int64_t j, int64_t r) const { return load(exponentials + j * width + r); }
+  PYL_INLINE V other(int64_t j, int64_t r) const { return where(at_label(j, r), splat<V>(-infinity<T>()), u(j, r)); }
+  PYL_INLINE I at_label(int64_t j, int64_t r) const {
+    I labels;
+    __builtin_memcpy(&labels, y + r, sizeof labels);
+    return labels == static_cast<typename Lanes<T>::IntScalar>(j);
   }
+  PYL_INLINE V du(int64_t j, int64_t r) const { return load(slopes.data + j * width + r); }
+  PYL_INLINE V soft(int64_t j, int64_t r) const { return load(soft_.data + j * width + r); }
+  // f(i, label) of the rows r.. that have a label, 0 elsewhere
+  template <class F>
+  PYL_INLINE V gather(int64_t r, F f) const {
+    V v;
+    for (int i = 0; i < W; ++i) v[i] = f(r + i, y[r + i] < 0 ? 0 : y[r + i]);
+    return where(load(live + r) != 0, v, V{});
+  }
+  V u_label(int64_t r) const {
+    return gather(r, [&](int64_t i, int64_t label) { return tile.data[label * width + i]; });
+  }
+  // Writes f(j, r), the gradient of class j for the rows r..
+  template <class F>
+  PYL_INLINE void write(F f) const {
+    T* out = grad_first;
+    for (int64_t j = 0; j < c.p.classes; ++j, out += grad_stride)
+      for (int64_t r = 0; r < padded; r += W) store(out + r, f(j, r));
+  }
+  // The gradient at the label of row r.
+  PYL_INLINE void write_label(int64_t r, T value) const {
+    if (y[r] >= 0) grad_first[y[r] * grad_stride + r] = value;
+  }
+
   // Rows r.. of an array over all rows of the problem, 0 past the tile's end.
-  V rows_of(const T* p, int64_t r) const { return r < rows ? beside(p + begin, r, rows) : V{}; }
+  V rows_of(const T* p, int64_t r) const { return beside(p + begin, r, rows); }
   void rows_to(T* p, int64_t r, V v) const {
-    if (r + Lanes<T>::W <= rows) store(p + begin + r, v);
-    else if (r < rows) store_some(p + begin + r, rows - r, v);
+    if (r + W <= rows) store(p + begin + r, v);
+    else store_some(p + begin + r, rows - r, v);
   }
   V saved(int i, int64_t r) const { return rows_of(c.stats + i * c.p.rows, r); }
   void save(int i, int64_t r, V v) const { rows_to(c.stats + i * c.p.rows, r, where(load(live + r) != 0, v, V{})); }
@@ -224,12 +206,12 @@ struct Tile {
     return where(load(live + r) != 0, g * load(sample + r), V{});
   }
   // Lanes whose row the reduction counts.
-  Int<V> counted(int64_t r, V loss) const {
-    Int<V> on = load(live + r) != 0;
+  I counted(int64_t r, V loss) const {
+    I on = load(live + r) != 0;
     return c.p.reduction == Reduction::above_zero ? on & ~(load(sample + r) * loss <= 0) : on;
   }
   void emit(int64_t r, V loss, V extra) {
-    Int<V> on = counted(r, loss + extra);
+    I on = counted(r, loss + extra);
     V s = load(sample + r);
     if (c.p.reduction == Reduction::none) return rows_to(c.out, r, where(on, s * (loss + extra), V{}));
     sum += where(on, s * loss, V{});
@@ -237,8 +219,16 @@ struct Tile {
     sum_mass += where(on, s * load(mass + r), V{});
     sum_sample += where(on, s, V{});
   }
-  void flush(Partial& sums) const { sums.add({sum_of(sum), sum_of(sum_mass), sum_of(sum_extra), sum_of(sum_sample)}); }
 };
+
+// Calls f(tile) on every tile of the problem, in chunks on all threads.
+template <class T, class F>
+void over_tiles(const Context<T>& c, bool logits_stay, Partial* total, F f) {
+  auto make = [&] { return Tile<T>(c, logits_stay); };
+  for_chunks(c.p, Tile<T>::chunk_rows(c.p.classes), total, make, [&](Tile<T>& t, int64_t begin, int64_t end, Partial& sums) {
+    t.each(begin, end, total ? &sums : nullptr, [&] { f(t); });
+  });
+}
 
 // Sums over the classes of a tile in short runs: fewer roundings than one long chain.
 template <class V, class F>

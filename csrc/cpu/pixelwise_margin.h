@@ -1,114 +1,86 @@
-// The margin family by tiles of rows.
+// The margin family by vectors of rows.
 #pragma once
 #include "cpu/pixelwise.h"
 #include "cpu/rowwise_margin.h"
 
 namespace PYL_ISA {
 
+// The raw errors of a vector of rows.
 template <class T>
-struct TileErrors {
+struct LaneErrors {
   typedef typename Lanes<T>::V V;
-  Tile<T>& t;
-  Errors<T> h;
-  bool of_label;
+  const Tile<T>& t;
+  int64_t r;
+  V x_label, mu;
   const T* shift;
 
-  explicit TileErrors(Tile<T>& t) : t(t), h(t.c), of_label(t.c.k.own[3] != 0), shift(of_label ? nullptr : t.c.shift) {}
-  V margin(int64_t r) const {
-    if (!of_label || !t.c.shift) return splat<V>(h.margin);
-    return t.gather(r, [&](int64_t i) { return t.y[i] >= 0 ? t.c.shift[t.y[i]] : T(0); });
+  LaneErrors(const Tile<T>& t, int64_t r, const Errors<T>& h) : t(t), r(r), x_label(t.u_label(r)), mu(splat<V>(h.margin)) {
+    const T* margins = t.c.shift;
+    bool of_label = t.c.k.own[3] != 0;
+    shift = of_label ? nullptr : margins;
+    if (of_label && margins) mu = t.gather(r, [&](int64_t, int64_t y) { return margins[y]; });
   }
-  // Raw error of class j of the block; the labels' own slots hold -inf.
-  PYL_INLINE V raw(int64_t j, int64_t r, V x_label, V mu) const {
-    V x = load(t.at(j, r));
-    V m = shift ? splat<V>(shift[t.first + j]) : mu;
-    return where(x == -infinity<T>(), x, (x - x_label) + m);
-  }
-  // Runs f(r) over the lanes of every block, labels lifted.
-  template <class F>
-  void each_block(F f) {
-    for (int64_t block = 0; block < t.c.p.classes; block += t.classes) {
-      if (!t.loaded()) {
-        t.load_raw(block);
-        t.lift_labels();
-      }
-      for (int64_t r = 0; r < t.width; r += Lanes<T>::W) f(r);
-    }
-  }
-  // The labels of all blocks; leaves a whole tile loaded.
-  void find_labels() {
-    each_block([](int64_t) {});
-  }
+  PYL_INLINE V raw(int64_t j) const { return raw_of(t.other(j, r), x_label, shift ? splat<V>(shift[j]) : mu); }
+  static PYL_INLINE V raw_of(V x, V x_label, V mu) { return where(x == -infinity<T>(), x, (x - x_label) + mu); }
 };
+
+// The bits of a vector of rows: W of them for each class.
+template <class T>
+uint8_t* lane_bits(const Tile<T>& t, int64_t r) {
+  constexpr int W = Lanes<T>::W;
+  return t.c.bits() + (t.begin + r) / W * ((t.c.p.classes * W + 7) / 8);
+}
 
 template <class T>
 void pixels_margin_forward(const Context<T>& c, Partial& total) {
   typedef typename Lanes<T>::V V;
   constexpr int W = Lanes<T>::W;
-  bool threshold = c.k.own[4] != 0;
-  int64_t width = Tile<T>::rows_for(c.p.classes);
-  for_chunks(c.p, width * 16, &total, [&](int64_t chunk, int64_t chunk_end, Partial& partial) {
-    Tile<T> t(c);
-    TileErrors<T> errors(t);
-    alignas(64) T sum[kTileRows], max[kTileRows], cut[kTileRows], count[kTileRows], slopes[kTileRows], nan[kTileRows];
-    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
-      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
-      errors.find_labels();
-      for (int64_t r = 0; r < width; ++r) sum[r] = max[r] = count[r] = slopes[r] = nan[r] = 0, cut[r] = above_nothing<T>();
-      with_power(errors.h.kind, [&](auto power) {
-        if (threshold) {
-          errors.each_block([&](int64_t r) {
-            V x_label = load(t.u_label + r), mu = errors.margin(r), m = load(max + r);
-            store(sum + r, load(sum + r) + sum_over<V>(t.count, [&](int64_t j) {
-                             V e = errors.h.template value<power.value>(errors.raw(j, r, x_label, mu));
-                             m = larger(e, m);
-                             return e;
-                           }));
-            store(max + r, m);
-          });
-          for (int64_t r = 0; r < width; r += W) {
-            V mean = load(sum + r) / c.k.classes, m = load(max + r);
-            // Rounding may lift the mean over every error; no error at all keeps nothing.
-            store(cut + r, where(m > 0, where(mean < m, mean, m), splat<V>(above_nothing<T>())));
-            store(sum + r, V{});
-          }
-        }
-        errors.each_block([&](int64_t r) {
-          V x_label = load(t.u_label + r), mu = errors.margin(r), tr = load(cut + r);
-          V kept_count = load(count + r), bad = load(nan + r);
-          auto kept_error = [&](int64_t j) {
-            V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
-            Int<V> kept = e >= tr;
-            kept_count += where(kept, splat<V>(1), V{});
-            bad += where(raw == raw, V{}, splat<V>(1));
-            return where(kept, e, V{});
-          };
-          auto kept_slope = [&](int64_t j) {
-            V raw = errors.raw(j, r, x_label, mu);
-            return where(errors.h.template value<power.value>(raw) >= tr, errors.h.template slope<power.value>(raw), V{});
-          };
-          store(sum + r, load(sum + r) + sum_over<V>(t.count, kept_error));
-          if constexpr (power.value != linear) store(slopes + r, load(slopes + r) + sum_over<V>(t.count, kept_slope));
-          else store(slopes + r, kept_count);
-          store(count + r, kept_count);
-          store(nan + r, bad);
-        });
+  Errors<T> h(c);
+  bool threshold = c.k.own[4] != 0, keep = c.stats && h.kind == linear;
+  int64_t classes = c.p.classes;
+  auto vector_of_rows = [&](Tile<T>& t, int64_t r, auto power) {
+    LaneErrors<T> errors(t, r, h);
+    V cut = splat<V>(above_nothing<T>()), count{}, slopes{};
+    if (threshold) {
+      V max{};
+      V sum = sum_over<V>(classes, [&](int64_t j) {
+        V e = h.template value<power.value>(errors.raw(j));
+        max = larger(e, max);
+        return e;
       });
-      for (int64_t r = 0; r < width; r += W) {
-        V x_label = load(t.u_label + r), k = load(count + r), w = load(t.w + r);
-        Int<V> none = k == 0;
-        // A row with a NaN, or with every class masked, has no margin to speak of.
-        Int<V> bad = (load(nan + r) != 0) | (x_label != x_label) | (none & (x_label == -infinity<T>()));
-        V poison = where(bad, splat<V>(static_cast<T>(__builtin_nan(""))), V{});
-        MarginResult<V> result = margin_formula<T>(c.p.loss, c.k, MarginRow<V>{load(sum + r) + poison, k, w});
-        t.emit(r, result.loss, V{});
-        if (!c.stats) continue;
-        t.save(0, r, load(cut + r));
-        t.save(1, r, where(none, poison, result.factor + poison));
-        t.save(2, r, load(slopes + r));
-      }
-      t.flush(partial);
+      V mean = sum / c.k.classes;
+      // Rounding may lift the mean over every error; no error at all keeps nothing.
+      cut = where(max > 0, where(mean < max, mean, max), cut);
     }
+    uint8_t* bits = keep ? lane_bits(t, r) : nullptr;
+    Int<V> nan{};
+    V sum = sum_over<V>(classes, [&](int64_t j) {
+      V raw = errors.raw(j), e = h.template value<power.value>(raw);
+      Int<V> kept = e >= cut;
+      count += where(kept, splat<V>(1), V{});
+      nan |= raw != raw;
+      if (bits) put_bits<T>(bits, j * W, bits_of<T>(kept));
+      return where(kept, e, V{});
+    });
+    if constexpr (power.value == linear) slopes = count;
+    else
+      slopes = sum_over<V>(classes, [&](int64_t j) {
+        V raw = errors.raw(j);
+        return where(h.template value<power.value>(raw) >= cut, h.template slope<power.value>(raw), V{});
+      });
+    Int<V> none = count == 0;
+    // A row with a NaN, or with every class masked, has no margin to speak of.
+    Int<V> bad = nan | (errors.x_label != errors.x_label) | (none & (errors.x_label == -infinity<T>()));
+    V poison = where(bad, splat<V>(static_cast<T>(__builtin_nan(""))), V{});
+    MarginResult<V> result = margin_formula<T>(c.p.loss, c.k, MarginRow<V>{sum + poison, count, load(t.w + r)});
+    t.emit(r, result.loss, V{});
+    if (c.stats) t.save(0, r, cut), t.save(1, r, where(none, poison, result.factor + poison)), t.save(2, r, slopes);
+  };
+  over_tiles(c, false, &total, [&](Tile<T>& t) {
+    t.read();
+    with_power(h.kind, [&](auto power) {
+      for (int64_t r = 0; r < t.padded; r += W) vector_of_rows(t, r, power);
+    });
   });
 }
 
@@ -116,41 +88,41 @@ template <class T>
 void pixels_margin_backward(const Context<T>& c) {
   typedef typename Lanes<T>::V V;
   constexpr int W = Lanes<T>::W;
-  int64_t width = Tile<T>::rows_for(c.p.classes);
-  for_chunks(c.p, width * 16, nullptr, [&](int64_t chunk, int64_t chunk_end, Partial&) {
-    Tile<T> t(c);
-    TileErrors<T> errors(t);
+  Errors<T> h(c);
+  over_tiles(c, false, nullptr, [&](Tile<T>& t) {
+    if (h.kind != linear) t.read();  // linear errors have their bits
     alignas(64) T factor[kTileRows], label[kTileRows];
-    for (int64_t begin = chunk; begin < chunk_end; begin += width) {
-      t.seek(begin, begin + width < chunk_end ? begin + width : chunk_end);
-      errors.find_labels();
-      for (int64_t r = 0; r < width; r += W) {
-        V f = t.saved(1, r);
-        V up = where(t.counted(r, f), f * t.upstream(r), V{});  // not counted or ignored: exactly 0
-        store(factor + r, where(f == 0, V{}, up));
-        store(label + r, where(up == 0, V{}, -up * t.saved(2, r)));
-      }
-      for (int64_t block = 0; block < c.p.classes; block += t.classes) {
-        if (!t.loaded()) {
-          t.load_raw(block);
-          t.lift_labels();
-        }
-        with_power(errors.h.kind, [&](auto power) {
-          t.write_gradient(
-              [&](int64_t r) {
-                V x_label = load(t.u_label + r), mu = errors.margin(r), tr = t.saved(0, r), f = load(factor + r);
-                Int<V> bad = f != f;
-                return [=, &errors](int64_t j) {
-                  V raw = errors.raw(j, r, x_label, mu), e = errors.h.template value<power.value>(raw);
-                  V g = where(e >= tr, f * errors.h.template slope<power.value>(raw), V{});
-                  if constexpr (power.value != linear) g = where(f == 0, V{}, g);
-                  return where(bad, f, g);
-                };
-              },
-              label);
-        });
-      }
+    for (int64_t r = 0; r < t.padded; r += W) {
+      V f = t.saved(1, r);
+      V up = where(t.counted(r, f), f * t.upstream(r), V{});  // not counted or ignored: exactly 0
+      store(factor + r, where(f == 0, V{}, up));
+      store(label + r, where(up == 0, V{}, -up * t.saved(2, r)));
     }
+    auto or_nan = [&](int64_t r, V v) { return where(load(factor + r) != load(factor + r), load(factor + r), v); };
+    if (h.kind == linear) {
+      const uint8_t* bits = lane_bits(t, 0);
+      int64_t step = lane_bits(t, W) - bits;
+      t.write([&](int64_t j, int64_t r) {
+        return or_nan(r, where(lanes_of<T>(get_bits<T>(bits + r / W * step, j * W)), load(factor + r), V{}));
+      });
+    } else {
+      alignas(64) T x_label[kTileRows], mu[kTileRows];
+      const T* shift = nullptr;
+      for (int64_t r = 0; r < t.padded; r += W) {
+        LaneErrors<T> errors(t, r, h);
+        store(x_label + r, errors.x_label);
+        store(mu + r, errors.mu);
+        shift = errors.shift;
+      }
+      with_power(h.kind, [&](auto power) {
+        t.write([&](int64_t j, int64_t r) {
+          V raw = LaneErrors<T>::raw_of(t.u(j, r), load(x_label + r), shift ? splat<V>(shift[j]) : load(mu + r));
+          V e = h.template value<power.value>(raw), f = load(factor + r);
+          return or_nan(r, where((e >= t.saved(0, r)) & (f != 0), f * h.template slope<power.value>(raw), V{}));
+        });
+      });
+    }
+    for (int64_t r = 0; r < t.rows; ++r) t.write_label(r, factor[r] != factor[r] ? factor[r] : label[r]);
   });
 }
 

@@ -11,6 +11,7 @@ enum class Family : int { softmax, margin, entropy };
 
 constexpr int kMaxDims = 64;  // torch's own limit
 constexpr int kMaxScalars = 16;
+constexpr int kYes = -1, kNo = -2;  // in losses/list.h
 
 // Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.
 struct Layout {
@@ -50,17 +51,17 @@ struct Problem {
   int threads;
 
   void* loss_out;  // (rows) or one number, accumulation type
-  void* saved;     // two divisors of the mean (with and without class weights), then K x rows statistics, accumulation type;
-                   // null when no gradient will be asked for
+  void* saved;     // two divisors of the mean (with and without class weights), then K x rows statistics, accumulation type,
+                   // then the margin family's bits; null when no gradient will be asked for
 
   const void* grad_out;  // backward only: (rows) or one number
-  void* grad;
+  void* grad;            // in forward, when given: the gradient is written ahead of backward, for a grad_out of 1
   Layout grad_layout;
 };
 
 // One table per instruction set.
 struct Kernels {
-  void (*forward)(const Problem&);
+  int64_t (*forward)(const Problem&);  // the position of the first bad label, or -1
   void (*backward)(const Problem&);
 };
 

@@ -22,20 +22,25 @@ PYL_INLINE void over_lanes(const T* p, int64_t n, T fill, F f) {
   for (; i + W <= n; i += W) f(load(p + i), i, 0);
   if (i < n) f(load_some(p + i, n - i, fill), i, 1);
 }
-// The same, and writes what f returns.
-template <class T, class F>
-PYL_INLINE void map_lanes(const T* p, int64_t n, T* out, F f) {
-  constexpr int W = Lanes<T>::W;
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(out + i, f(load(p + i), i));
-  if (i < n) store_some(out + i, n - i, f(load_some(p + i, n - i, T(0)), i));
-}
 // Numbers i.. of a (C) vector beside a block of n.
 template <class T>
 PYL_INLINE typename Lanes<T>::V beside(const T* p, int64_t i, int64_t n) {
   return i + Lanes<T>::W <= n ? load(p + i) : load_some(p + i, n - i, T(0));
 }
 
+// Writes f(index) to n numbers.
+template <class T, class F>
+PYL_INLINE void write_lanes(T* out, int64_t n, F f) {
+  constexpr int W = Lanes<T>::W;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, f(i));
+  if (i < n) store_some(out + i, n - i, f(i));
+}
+// Writes f(vector, index) of n numbers.
+template <class T, class F>
+PYL_INLINE void map_lanes(const T* p, int64_t n, T* out, F f) {
+  write_lanes(out, n, [&](int64_t i) { return f(beside(p, i, n), i); });
+}
 // u = scale softcap(x) + shift
 template <class T>
 struct Map {
@@ -66,7 +71,7 @@ struct Map {
 template <class T>
 Map<T> map_of(const Context<T>& c) {
   if (c.p.loss == id_cross_entropy) return {1 / c.k.own[1], c.k.own[2], c.shift};
-  return {1, 0, c.shift};
+  return {1, 0, nullptr};
 }
 
 // One row's logits, block by block.
@@ -85,7 +90,6 @@ struct RowReader {
     load_as(c.p.dtype, c.p.x, at + j * stride, stride, n, buffer);
     return buffer;
   }
-  bool direct(const Map<T>& map) const { return in_place && map.identity(); }
   const T* mapped(const Map<T>& map, int64_t j, int64_t n, T* slope = nullptr) {
     const T* x = raw(j, n);
     if (map.identity()) return x;
@@ -103,24 +107,15 @@ PYL_INLINE void over_blocks(int64_t begin, int64_t end, F f) {
 // Calls f(numbers, first class, count) on the blocks of the seeked row, with -inf in the place of class y.
 template <class T, class F>
 PYL_INLINE void over_others(RowReader<T>& x, const Map<T>& map, int64_t y, F f) {
-  constexpr int64_t W = Lanes<T>::W;
-  int64_t classes = x.c.p.classes;
-  if (!x.direct(map)) {
-    over_blocks(0, classes, [&](int64_t j, int64_t n) {
-      const T* u = x.mapped(map, j, n);
-      if (y >= j && y < j + n) x.buffer[y - j] = -infinity<T>();
-      f(u, j, n);
-    });
-    return;
-  }
-  // Read in place: only the vector that holds the label is copied.
-  int64_t at = y / W * W, end = at + W < classes ? at + W : classes;
-  over_blocks(0, at, [&](int64_t j, int64_t n) { f(x.raw(j, n), j, n); });
-  typename Lanes<T>::V v = end - at == W ? load(x.raw(at, W)) : load_some(x.raw(at, end - at), end - at, -infinity<T>());
-  v[y - at] = -infinity<T>();
-  store(x.buffer, v);
-  f(x.buffer, at, end - at);
-  over_blocks(end, classes, [&](int64_t j, int64_t n) { f(x.raw(j, n), j, n); });
+  over_blocks(0, x.c.p.classes, [&](int64_t j, int64_t n) {
+    const T* u = x.mapped(map, j, n);
+    if (y >= j && y < j + n) {
+      if (u != x.buffer) __builtin_memcpy(x.buffer, u, n * sizeof(T));
+      x.buffer[y - j] = -infinity<T>();
+      u = x.buffer;
+    }
+    f(u, j, n);
+  });
 }
 
 template <class T>

@@ -92,8 +92,10 @@ void block_errors(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, co
   sums.nan |= any((nan[0] | nan[1]) | (nan[2] | nan[3]));
 }
 
+// `bits`, if given, takes which classes are kept.
 template <class T, Power P>
-void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums) {
+void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums,
+                  uint8_t* bits) {
   typedef typename Lanes<T>::V V;
   V s[4] = {}, d[4] = {};
   Int<V> count[4] = {}, nan[4] = {};
@@ -105,6 +107,7 @@ void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, co
     if constexpr (P != linear) d[k] += where(kept, h.template slope<P>(raw), V{});
     count[k] -= kept;
     nan[k] |= raw != raw;
+    if (bits) put_bits<T>(bits, i, bits_of<T>(kept));
   });
   sums.errors += sum_of((s[0] + s[1]) + (s[2] + s[3]));
   int64_t kept = static_cast<int64_t>(sum_of(__builtin_convertvector((count[0] + count[1]) + (count[2] + count[3]), V)));
@@ -119,14 +122,19 @@ constexpr T above_nothing() {
   return Lanes<T>::smallest;
 }
 
+// Bytes of a row's bits, one a class: with them the gradient of linear errors needs no second look at the logits. Rows start at
+// whole bytes, and vectors of 16 lanes write two.
+inline int64_t bytes_of_bits(int64_t classes) { return (classes + 15) / 16 * 2; }
+
 template <class T>
 void margin_forward(const Context<T>& c, Partial& total) {
   typedef typename Lanes<T>::V V;
   Errors<T> h(c);
   bool of_label = c.k.own[3] != 0, threshold = c.k.own[4] != 0;
   Map<T> plain{1, 0, nullptr};
-  for_chunks(c.p, rows_per_chunk(c.p), &total, [&](int64_t begin, int64_t end, Partial& partial) {
-    RowReader<T> x(c);
+  bool keep = c.stats && h.kind == linear;
+  auto make = [&] { return RowReader<T>(c); };
+  for_chunks(c.p, rows_per_chunk(c.p), &total, make, [&](RowReader<T>& x, int64_t begin, int64_t end, Partial& partial) {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
       if (y < 0) {
@@ -136,6 +144,7 @@ void margin_forward(const Context<T>& c, Partial& total) {
       x.seek(row);
       T x_label = *x.raw(y, 1), t = above_nothing<T>(), mu = of_label && c.shift ? c.shift[y] : h.margin;
       const T* shift = of_label ? nullptr : c.shift;
+      uint8_t* bits = keep ? c.bits() + row * bytes_of_bits(c.p.classes) : nullptr;
       MarginSums<T> kept;
       bool none = false;
       with_power(h.kind, [&](auto power) {
@@ -151,7 +160,8 @@ void margin_forward(const Context<T>& c, Partial& total) {
         }
         if (none) return;
         over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
-          block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept);
+          block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept,
+                                       bits ? bits + j / 8 : nullptr);
         });
       });
       none = none || kept.count == 0;
@@ -175,9 +185,14 @@ void margin_backward(const Context<T>& c) {
   typedef typename Lanes<T>::V V;
   Errors<T> h(c);
   bool of_label = c.k.own[3] != 0;
-  for_chunks(c.p, rows_per_chunk(c.p), nullptr, [&](int64_t begin, int64_t end, Partial&) {
-    RowReader<T> x(c);
-    RowGradient<T> grad(c);
+  struct Rows {
+    RowReader<T> x;
+    RowGradient<T> grad;
+  };
+  auto make = [&] { return Rows{RowReader<T>(c), RowGradient<T>(c)}; };
+  for_chunks(c.p, rows_per_chunk(c.p), nullptr, make, [&](Rows& rows, int64_t begin, int64_t end, Partial&) {
+    RowReader<T>& x = rows.x;
+    RowGradient<T>& grad = rows.grad;
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
       grad.seek(row);
@@ -187,10 +202,21 @@ void margin_backward(const Context<T>& c) {
         grad.fill(factor != factor ? factor : 0);
         continue;
       }
+      factor *= c.upstream(row, w);
+      if (h.kind == linear) {
+        const uint8_t* bits = c.bits() + row * bytes_of_bits(c.p.classes);
+        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+          T* out = grad.block(j);
+          write_lanes(out, n,
+                      [&](int64_t i) { return where(lanes_of<T>(get_bits<T>(bits + j / 8, i)), splat<V>(factor), V{}); });
+          grad.done(j, n);
+        });
+        grad.put(y, -factor * c.stat(2, row));
+        continue;
+      }
       x.seek(row);
       T x_label = *x.raw(y, 1), t = c.stat(0, row), mu = of_label && c.shift ? c.shift[y] : h.margin;
       const T* shift = of_label ? nullptr : c.shift;
-      factor *= c.upstream(row, w);
       with_power(h.kind, [&](auto power) {
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
           map_lanes(x.raw(j, n), n, grad.block(j), [&](V v, int64_t i) {

@@ -33,90 +33,82 @@ double block_squares(const T* x, int64_t n) {
 // Sums below it are of rows that one class dominates.
 constexpr double kDominated = 1.01;
 
-// How far the guess of OnlineSum may be from the largest u.
-struct Slack {
-  double above, below;  // the largest u may be this much above the guess, and this much below it
-};
-constexpr Slack kWide{20, 40};  // nothing is lost in sums of e^(u - m)
-constexpr Slack kTight{1, 1};   // for sums of e^(u - m) (u - m), which are to be small
-
 // A second sum beside that of e^(u - m): none, of e^(u - m) (u - m), or of e^(u - m) x.
 enum class Moment { none, about_m, of_x };
 
-// sum of e^(u - m) in one pass, without knowing the largest u before: m is a guess. A block that shows it too low is done again
-// with a better one.
+// sum of e^(u - m) with m the largest u, in one pass over the blocks of a row: m rises as the blocks come.
 template <class T>
 struct OnlineSum {
   typedef typename Lanes<T>::V V;
-  T m;
-  Slack slack;
   Moment kind;
   T late;  // u = late x, multiplied in the same rounding as the subtraction of m: LogitNorm's u are large, their differences
            // not
-  V lanes[4] = {}, lanes_moment[4] = {}, max;  // since the last flush; the largest u so far
-  double sum = 0, moment = 0;                  // of e^(u - m), and the second sum
-  int64_t since_flush = 0;
+  T m = -infinity<T>();
+  double sum = 0, moment = 0;                               // of e^(u - m), and the second sum
+  T centre() const { return m == -infinity<T>() ? 0 : m; }  // what exponentials are relative to
 
-  OnlineSum(T guess, Slack slack, Moment kind, T late = 1)
-      : m(guess - guess == 0 ? guess : 0), slack(slack), kind(kind), late(late), max(splat<V>(-infinity<T>())) {}
+  explicit OnlineSum(Moment kind, T late = 1) : kind(kind), late(late) {}
 
-  void block(const T* u, int64_t n) {
-    if (since_flush + n > 2 * kBlock) flush();
-    since_flush += n;
-    V before[4], before_moment[4];
-    for (int k = 0; k < 4; ++k) before[k] = lanes[k], before_moment[k] = lanes_moment[k];
-    add(u, n);
-    if (!any(max > m + static_cast<T>(slack.above))) return;
-    for (int k = 0; k < 4; ++k) lanes[k] = before[k], lanes_moment[k] = before_moment[k];
-    flush();
-    recentre(max_of(max));
-    add(u, n);
+  // Adds a block of the row. `e`, if given, takes its exponentials; they are relative to the m that is returned.
+  T block(const T* x, int64_t n, T* e) {
+    raise(largest(x, n));
+    T base = centre();
+    if (kind != Moment::none) e ? add<true>(x, n, base, e) : add<false>(x, n, base, e);
+    else e ? add_plain<true>(x, n, base, e) : add_plain<false>(x, n, base, e);
+    return base;
   }
-  void add(const T* u, int64_t n) {
-    V base = splat<V>(m), top = max, by = splat<V>(late), s[4];
-    for (int k = 0; k < 4; ++k) s[k] = lanes[k];
-    if (kind != Moment::none) {
-      V sm[4];
-      bool of_x = kind == Moment::of_x;
-      for (int k = 0; k < 4; ++k) sm[k] = lanes_moment[k];
-      over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
-        V d = v * by - base, e = exp_below(d);
-        s[k] += e;
-        sm[k] += where(v == -infinity<T>(), V{}, e * (of_x ? v : d));  // a masked class counts nothing
-        top = larger(v * by, top);
-      });
-      for (int k = 0; k < 4; ++k) lanes_moment[k] = sm[k];
-    } else {
-      over_lanes(u, n, -infinity<T>(), [&](V v, int64_t, int k) {
-        s[k] += exp_below(v - base);
-        top = larger(v, top);
-      });
+  T largest(const T* x, int64_t n) const {
+    V top[4];
+    for (V& t : top) t = splat<V>(-infinity<T>());
+    over_lanes(x, n, -infinity<T>(), [&](V v, int64_t, int k) { top[k] = larger(v, top[k]); });
+    return late * max_of(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+  }
+  void raise(T top) {
+    if (!(top > m)) return;
+    if (sum != 0) {
+      double step = static_cast<double>(m) - top, shrink = __builtin_exp(step);
+      if (kind == Moment::about_m) moment += step * sum;
+      sum *= shrink, moment *= shrink;
     }
-    for (int k = 0; k < 4; ++k) lanes[k] = s[k];
-    max = top;
+    m = top;
   }
-  void flush() {
-    sum += sum_of((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
-    if (kind != Moment::none) moment += sum_of((lanes_moment[0] + lanes_moment[1]) + (lanes_moment[2] + lanes_moment[3]));
-    for (int k = 0; k < 4; ++k) lanes[k] = lanes_moment[k] = V{};
-    since_flush = 0;
+  template <bool Keep>
+  void add_plain(const T* x, int64_t n, T base, T* out) {
+    V s[4] = {};
+    over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+      V e = exp_below(v - base);
+      s[k] += e;
+      if (Keep) store(out + i, e);
+    });
+    sum += sum_of((s[0] + s[1]) + (s[2] + s[3]));
   }
-  void recentre(T better) {
-    double step = static_cast<double>(m) - better, shrink = __builtin_exp(step);
-    if (kind == Moment::about_m && sum != 0) moment += step * sum;
-    sum *= shrink, moment *= shrink, m = better;
+  template <bool Keep>
+  void add(const T* x, int64_t n, T base, T* out) {
+    V s[4] = {}, sm[4] = {};
+    bool of_x = kind == Moment::of_x;
+    over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+      V d = v * late - base, e = exp_below(d);
+      s[k] += e;
+      sm[k] += where(v == -infinity<T>(), V{}, e * (of_x ? v : d));  // a masked class counts nothing
+      if (Keep) store(out + i, e);
+    });
+    sum += sum_of((s[0] + s[1]) + (s[2] + s[3]));
+    moment += sum_of((sm[0] + sm[1]) + (sm[2] + sm[3]));
   }
-  // Ends the row, with m the largest u. False when m was so far above it that digits were lost: start again from here.
-  bool done() {
-    flush();
-    T top = max_of(max);
-    if (top == -infinity<T>() || sum != sum) return true;
-    if (top < m - static_cast<T>(slack.below)) {
-      *this = OnlineSum(top, slack, kind, late);
-      return false;
-    }
-    recentre(top);
-    return true;
+};
+
+// One thread's copy of a row's exponentials, from which the gradient is written while the row is hot. Each block is relative to
+// an m of its own.
+template <class T>
+struct Exponentials {
+  Scratch<T> e, base;
+  explicit Exponentials(const Context<T>& c) : e(c.ahead() ? c.p.classes + Lanes<T>::W : 1), base(c.p.classes / kBlock + 1) {}
+  T* block(int64_t j) const { return e.data + j; }
+  void set_base(int64_t j, T m) const { base.data[j / kBlock] = m; }
+  // e^(base - m) of the block: what turns its exponentials into those relative to m
+  T correction(int64_t j, T m) const {
+    T b = base.data[j / kBlock];
+    return b == m ? 1 : static_cast<T>(__builtin_exp(static_cast<double>(b) - m));
   }
 };
 
@@ -149,11 +141,9 @@ double row_norm(RowReader<T>& x, int64_t classes) {
 template <class T>
 SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, double d, double u_label, T w) {
   typedef typename Lanes<T>::V V;
-  double a = (m - u_label) + __builtin_log(d);
+  double lse = m + __builtin_log(d), a = (m - u_label) + __builtin_log(d);
   if (u_label == __builtin_inf()) a = __builtin_nan("");  // as the softmax of +inf
-  SoftmaxRow<V> r = odds(splat<V>(static_cast<T>(a)), splat<V>(w));
-  r.lse = a > 0 ? r.nll_miss + static_cast<T>(m + __builtin_log(d)) : r.nll + static_cast<T>(u_label);
-  return r;
+  return {splat<V>(static_cast<T>(a)), splat<V>(w), splat<V>(static_cast<T>(u_label)), splat<V>(static_cast<T>(lse))};
 }
 
 // Class probabilities of a row as weights q_j = w_j ((1 - eps) t_j + eps / C).
@@ -176,153 +166,195 @@ struct SoftReader {
   }
 };
 
+// What a row's gradient is made of: dL/du_j = slope e^(u_j - m) - pull w_j, `label` at the label, less drag x_j (LogitNorm).
 template <class T>
-void soft_forward(const Context<T>& c, RowReader<T>& x, SoftReader<T>& target, const Map<T>& map, int64_t row, Partial& sums) {
-  x.seek(row);
-  target.seek(row);
-  OnlineSum<T> online(*x.mapped(map, 0, 1), kWide, Moment::none);
-  do over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { online.block(x.mapped(map, j, n), n); });
-  while (!online.done());
+struct SoftmaxGradient {
+  T slope = 0, pull = 0, label = 0, drag = 0, m = 0, scale = 1;
+  bool counts = true;
+};
+
+// From the statistics that forward saves: with labels m and d are those of the other classes.
+template <class T>
+SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, double u_label, T du_label,
+                               T x_label, T scale, T mean_x) {
+  SoftmaxGradient<T> g;
+  auto result = softmax_formula<T>(c.p.loss, c.k, softmax_row<T>(m, d, u_label, w.w));
+  g.counts = c.counted(w, result.loss[0] + result.extra[0]);
+  g.m = m, g.scale = scale;
+  g.slope = up * result.slope[0], g.pull = up * result.pull[0], g.label = up * result.label[0] * du_label;
+  double length = c.p.loss == id_logit_norm ? norm_of(c, scale) : 0;
+  if (length > 0) {
+    if (x_label == -infinity<T>()) x_label = 0;  // a masked class takes no part in the norm
+    g.drag = static_cast<T>(g.slope * (mean_x - x_label) * scale / (length * (length + c.p.scalars[1])));
+    g.label -= g.drag * x_label;
+  }
+  g.slope = d == 0 ? g.slope * 0 : g.slope / d;  // no other class: nothing to push, unless the row is NaN
+  return g;
+}
+// With class probabilities as the target.
+template <class T>
+SoftmaxGradient<T> soft_gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, T mass) {
+  SoftmaxGradient<T> g;
+  T lse = m + static_cast<T>(__builtin_log(d));
+  g.counts = c.counted(w, 1);  // a loss that is not above zero has no gradient of its own
+  g.m = m, g.pull = up * c.k.main;
+  g.slope = up * (c.k.main * mass + 2 * c.k.own[3] * lse) / d;
+  return g;
+}
+
+// A softmax row: reader, map and the buffers that go with it.
+template <class T>
+struct SoftmaxRows {
+  typedef typename Lanes<T>::V V;
+  const Context<T>& c;
+  RowReader<T> x;
+  SoftReader<T> target;
+  RowGradient<T> grad;
+  Map<T> map;
+  Exponentials<T> kept;
+  bool norm;
+  alignas(64) T du[kBlock];
+
+  explicit SoftmaxRows(const Context<T>& c)
+      : c(c), x(c), target(c), grad(c), map(map_of(c)), kept(c), norm(c.p.loss == id_logit_norm) {}
+
+  // u at the label, and du/dx there
+  double at_label(int64_t y, T scale, T& slope) {
+    bool capped = map.cap > 0;
+    double u = static_cast<double>(*x.mapped(map, y, 1, capped ? du : nullptr)) * scale;
+    slope = capped ? du[0] : map.scale * scale;
+    return u;
+  }
+  // Writes the gradient of the row that x is at, from the exponentials that forward kept or from the logits.
+  void write(int64_t row, int64_t y, SoftmaxGradient<T> g) {
+    grad.seek(row);
+    if (!g.counts) {
+      grad.fill(0);
+      return;
+    }
+    bool capped = map.cap > 0, labels = !c.p.soft;
+    if (!capped) g.slope *= map.scale * g.scale, g.pull *= map.scale;
+    over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+      T* out = grad.block(j);
+      const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
+      const T* u = c.ahead() && !capped ? nullptr : x.mapped(map, j, n, capped ? du : nullptr);
+      if (c.ahead()) push(kept.block(j), n, g.slope * kept.correction(j, g.m), g.pull, weights, out, [](V e) { return e; });
+      else push(u, n, g.slope, g.pull, weights, out, [&](V v) { return exp_below(v * g.scale - g.m); });
+      if (capped) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
+      if (g.drag != 0)
+        map_lanes(x.raw(j, n), n, out,
+                  [&](V v, int64_t i) { return beside(out, i, n) - where(v == -infinity<T>(), V{}, g.drag * v); });
+      grad.done(j, n);
+    });
+    if (labels) grad.put(y, g.label);
+  }
+  // out = slope e - pull w, the inner loop of every softmax gradient
+  template <class F>
+  PYL_INLINE void push(const T* p, int64_t n, T slope, T pull, const T* w, T* out, F e) {
+    if (pull == 0) {
+      map_lanes(p, n, out, [&](V v, int64_t) { return slope * e(v); });
+      return;
+    }
+    map_lanes(p, n, out, [&](V v, int64_t i) { return slope * e(v) - (w ? pull * beside(w, i, n) : splat<V>(pull)); });
+  }
+};
+
+template <class T>
+void soft_forward(SoftmaxRows<T>& rows, int64_t row, Partial& sums) {
+  const Context<T>& c = rows.c;
+  rows.target.seek(row);
+  OnlineSum<T> online(Moment::none);
+  over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+    rows.kept.set_base(j, online.block(rows.x.mapped(rows.map, j, n), n, c.ahead() ? rows.kept.block(j) : nullptr));
+  });
   double log_d = __builtin_log(online.sum), lse = online.m + log_d, mass = 0, loss = 0;
   over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-    const T *u = x.mapped(map, j, n), *q = target.block(j, n);
+    const T *u = rows.x.mapped(rows.map, j, n), *q = rows.target.block(j, n);
     loss += block_spread(u, q, n, online.m, static_cast<T>(log_d));
     for (int64_t i = 0; i < n; ++i) mass += q[i];
   });
   RowWeights<T> w = c.weights(row, 0);
-  T z = c.k.own[3];
+  T z = c.k.own[3], d = static_cast<T>(online.sum);
   c.emit(row, w, static_cast<T>(loss), z > 0 ? static_cast<T>(z * lse * lse) : 0, sums);
   if (!c.stats) return;
-  c.stat(0, row) = online.m;
-  c.stat(1, row) = static_cast<T>(online.sum);
+  c.stat(0, row) = online.centre();
+  c.stat(1, row) = d;
   c.stat(2, row) = static_cast<T>(mass);
+  if (c.ahead()) rows.write(row, 0, soft_gradient_of(c, w, c.upstream(row, w), online.centre(), d, static_cast<T>(mass)));
 }
 
 template <class T>
 void softmax_forward(const Context<T>& c, Partial& total) {
   bool norm = c.p.loss == id_logit_norm, smooth = c.p.loss == id_cross_entropy && c.k.own[0] > 0;
-  for_chunks(c.p, rows_per_chunk(c.p), &total, [&](int64_t begin, int64_t end, Partial& sums) {
-    RowReader<T> x(c);
-    SoftReader<T> target(c);
-    Map<T> map = map_of(c);
+  auto make = [&] { return SoftmaxRows<T>(c); };
+  for_chunks(c.p, rows_per_chunk(c.p), &total, make, [&](SoftmaxRows<T>& rows, int64_t begin, int64_t end, Partial& sums) {
+    RowReader<T>& x = rows.x;
     for (int64_t row = begin; row < end; ++row) {
+      x.seek(row);
       if (c.p.soft) {
-        soft_forward(c, x, target, map, row, sums);
+        soft_forward(rows, row, sums);
         continue;
       }
       int64_t y = c.label(row);
       if (y < 0) {
         c.emit_ignored(row);
+        if (c.ahead()) rows.grad.seek(row), rows.grad.fill(0);
         continue;
       }
-      x.seek(row);
-      T scale = norm ? norm_scale<T>(c, row_norm(x, c.p.classes)) : 1;
-      double u_label = static_cast<double>(*x.mapped(map, y, 1)) * scale;
-      OnlineSum<T> online(static_cast<T>(u_label), kWide, norm ? Moment::of_x : Moment::none, scale);
-      do over_others(x, map, y, [&](const T* u, int64_t, int64_t n) { online.block(u, n); });
-      while (!online.done());
+      T scale = norm ? norm_scale<T>(c, row_norm(x, c.p.classes)) : 1, du_label;
+      double u_label = rows.at_label(y, scale, du_label);
+      OnlineSum<T> online(norm ? Moment::of_x : Moment::none, scale);
+      over_others(x, rows.map, y, [&](const T* u, int64_t j, int64_t n) {
+        rows.kept.set_base(j, online.block(u, n, c.ahead() ? rows.kept.block(j) : nullptr));
+      });
       RowWeights<T> w = c.weights(row, y);
-      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.m, online.sum, u_label, w.w);
+      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
       if (smooth) {
-        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss[0] : (u_label - online.m) + r.nll[0];
+        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss()[0] : (u_label - online.m) + r.nll()[0];
         double spread = 0;
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          spread += block_spread(x.mapped(map, j, n), c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
+          spread +=
+              block_spread(x.mapped(rows.map, j, n), c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
         });
         r.spread = splat<typename Lanes<T>::V>(static_cast<T>(spread));
       }
       auto result = softmax_formula<T>(c.p.loss, c.k, r);
       c.emit(row, w, result.loss[0], result.extra[0], sums);
       if (!c.stats) continue;
-      c.stat(0, row) = online.m;
-      c.stat(1, row) = static_cast<T>(online.sum);
+      T d = static_cast<T>(online.sum), mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
+      c.stat(0, row) = online.centre();
+      c.stat(1, row) = d;
       if (c.p.loss == id_cross_entropy) c.stat(2, row) = 0;  // soft targets alone have a mass of their own
-      if (norm) {
-        c.stat(2, row) = scale;
-        c.stat(3, row) = online.sum == 0 ? 0 : static_cast<T>(online.moment / online.sum);
-      }
+      if (norm) c.stat(2, row) = scale, c.stat(3, row) = mean_x;
+      if (!c.ahead()) continue;
+      rows.write(row, y,
+                 gradient_of(c, w, c.upstream(row, w), online.centre(), d, u_label, du_label, *x.raw(y, 1), scale, mean_x));
     }
-  });
-}
-
-// out = slope e^(late u - m) - pull w, the inner loop of every softmax gradient
-template <class T>
-void block_gradient(const T* u, int64_t n, T late, T m, T slope, T pull, const T* w, T* out) {
-  typedef typename Lanes<T>::V V;
-  if (pull == 0) {
-    map_lanes(u, n, out, [&](V v, int64_t) { return slope * exp_below(v * late - m); });
-    return;
-  }
-  map_lanes(u, n, out, [&](V v, int64_t i) {
-    V q = w ? pull * beside(w, i, n) : splat<V>(pull);
-    return slope * exp_below(v * late - m) - q;
   });
 }
 
 template <class T>
 void softmax_backward(const Context<T>& c) {
-  typedef typename Lanes<T>::V V;
   bool norm = c.p.loss == id_logit_norm;
-  for_chunks(c.p, rows_per_chunk(c.p), nullptr, [&](int64_t begin, int64_t end, Partial&) {
-    RowReader<T> x(c);
-    RowGradient<T> grad(c);
-    SoftReader<T> target(c);
-    Map<T> map = map_of(c);
-    alignas(64) T du[kBlock];
-    T* slopes = map.cap > 0 ? du : nullptr;
+  auto make = [&] { return SoftmaxRows<T>(c); };
+  for_chunks(c.p, rows_per_chunk(c.p), nullptr, make, [&](SoftmaxRows<T>& rows, int64_t begin, int64_t end, Partial&) {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
-      grad.seek(row);
       if (y < 0) {
-        grad.fill(0);
+        rows.grad.seek(row), rows.grad.fill(0);
         continue;
       }
-      x.seek(row);
+      rows.x.seek(row);
       RowWeights<T> w = c.weights(row, y);
       T up = c.upstream(row, w), m = c.stat(0, row), d = c.stat(1, row);
-      T scale = norm ? c.stat(2, row) : 1;
-      T slope, pull, label = 0, drag = 0;
       if (c.p.soft) {
-        if (!c.counted(w, 1)) {  // a loss that is not above zero has no gradient of its own
-          grad.fill(0);
-          continue;
-        }
-        T lse = m + static_cast<T>(__builtin_log(d));
-        slope = up * (c.k.main * c.stat(2, row) + 2 * c.k.own[3] * lse);
-        pull = up * c.k.main;
-        target.seek(row);
-      } else {
-        double u_label = static_cast<double>(*x.mapped(map, y, 1, slopes)) * scale;
-        T du_label = slopes ? du[0] : map.scale * scale;
-        auto result = softmax_formula<T>(c.p.loss, c.k, softmax_row<T>(m, d, u_label, w.w));
-        if (!c.counted(w, result.loss[0] + result.extra[0])) {
-          grad.fill(0);
-          continue;
-        }
-        slope = up * result.slope[0], pull = up * result.pull[0], label = up * result.label[0] * du_label;
-        double length = norm ? norm_of(c, scale) : 0;
-        if (length > 0) {
-          T x_label = *x.raw(y, 1);
-          if (x_label == -infinity<T>()) x_label = 0;  // a masked class takes no part in the norm
-          drag = static_cast<T>(slope * (c.stat(3, row) - x_label) * scale / (length * (length + c.p.scalars[1])));
-          label -= drag * x_label;
-        }
+        rows.target.seek(row);
+        rows.write(row, y, soft_gradient_of(c, w, up, m, d, c.stat(2, row)));
+        continue;
       }
-      slope = d == 0 ? slope * 0 : slope / d;  // no other class: nothing to push, unless the row is NaN
-      if (!slopes) slope *= map.scale * scale, pull *= map.scale;
-      over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-        const T* u = x.mapped(map, j, n, slopes);
-        T* out = grad.block(j);
-        const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
-        block_gradient(u, n, scale, m, slope, pull, weights, out);
-        if (slopes) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
-        if (drag != 0) {
-          const T* raw = x.raw(j, n);
-          map_lanes(raw, n, out, [&](V v, int64_t i) { return beside(out, i, n) - where(v == -infinity<T>(), V{}, drag * v); });
-        }
-        grad.done(j, n);
-      });
-      if (!c.p.soft) grad.put(y, label);
+      T scale = norm ? c.stat(2, row) : 1, mean_x = norm ? c.stat(3, row) : 0, du_label;
+      double u_label = rows.at_label(y, scale, du_label);
+      rows.write(row, y, gradient_of(c, w, up, m, d, u_label, du_label, *rows.x.raw(y, 1), scale, mean_x));
     }
   });
 }

@@ -28,6 +28,7 @@ struct Lanes<float> {
   typedef int32_t IntScalar;
   typedef int32_t I __attribute__((vector_size(kBytes)));
   typedef uint32_t U __attribute__((vector_size(kBytes)));
+  typedef double Wide __attribute__((vector_size(2 * kBytes)));  // as many doubles
   static constexpr int W = kBytes / 4, mantissa = 23, bias = 127;
   // exp(x) is 0 below and inf above; in between 2^n fits a normal number
   static constexpr float exp_min = -87.3f, exp_max = 88.72f, smallest = 1.17549435e-38f;
@@ -41,6 +42,7 @@ struct Lanes<double> {
   typedef int64_t IntScalar;
   typedef int64_t I __attribute__((vector_size(kBytes)));
   typedef uint64_t U __attribute__((vector_size(kBytes)));
+  typedef double Wide __attribute__((vector_size(kBytes)));
   static constexpr int W = kBytes / 8, mantissa = 52, bias = 1023;
   static constexpr double exp_min = -708.3, exp_max = 709.78, smallest = 2.2250738585072014e-308;
   static constexpr double ln2_hi = 6.93147180369123816490e-01, ln2_lo = 1.90821492927058770002e-10, round = 6755399441055744.0;
@@ -81,6 +83,10 @@ template <class T>
 PYL_INLINE T larger(T a, T b) {  // the second operand when either is NaN
   return a > b ? a : b;
 }
+#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction, which the compiler sees in some places only
+PYL_INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+PYL_INLINE vd larger(vd a, vd b) { return (vd)_mm256_max_pd((__m256d)a, (__m256d)b); }
+#endif
 template <class V>
 PYL_INLINE V absolute(V x) {
   typedef typename Lanes<Scalar<V>>::U U;
@@ -202,6 +208,29 @@ PYL_INLINE V log(V x) {
   return where(x >= 0, y, splat<V>(static_cast<T>(__builtin_nan(""))));
 }
 
+// log(x) for x >= 1, and for 0 and NaN: a sum of exponentials relative to the largest
+template <class V>
+PYL_INLINE V log_sum(V x) {
+  typedef Lanes<Scalar<V>> L;
+  typedef Scalar<V> T;
+  typedef typename L::IntScalar S;
+  Int<V> bits = (Int<V>)x, big;
+  V m = (V)((bits & ((S(1) << L::mantissa) - 1)) | (S(L::bias) << L::mantissa));
+  big = m > T(1.4142135623730951);
+  V n = __builtin_convertvector((bits >> L::mantissa) - S(L::bias) - big, V), f = where(big, m * T(0.5), m) - 1;
+  V s = f / (f + 2);
+  V y = n * L::ln2_hi + ((f - s * (f - log_tail(s * s))) + n * L::ln2_lo);
+  return where(x > 0, y, where(x == 0, splat<V>(-infinity<T>()), x));
+}
+// log(1 + x) for 0 <= x <= 1, and NaN: as log(1 + f) with f = x, or log 2 + log(1 + f) with f = (x - 1) / 2
+template <class V>
+PYL_INLINE V log1p_unit(V x) {
+  typedef Lanes<Scalar<V>> L;
+  typedef Scalar<V> T;
+  Int<V> big = x > T(0.41421356237309503);
+  V f = where(big, x * T(0.5) - T(0.5), x), s = f / (f + 2), y = f - s * (f - log_tail(s * s));
+  return where(big, splat<V>(L::ln2_hi) + (y + L::ln2_lo), y);
+}
 // log(1 + x) for -1/2 <= x <= 1: the rounding of 1 + x is divided out
 template <class V>
 PYL_INLINE V log1p(V x) {
@@ -252,6 +281,51 @@ PYL_INLINE bool any(I mask) {
   uint64_t all = 0;
   for (int i = 0; i < kBytes / 8; ++i) all |= w[i];
   return all != 0;
+}
+
+// One bit a lane, lane 0 lowest; and back.
+template <class T>
+PYL_INLINE int bits_of(typename Lanes<T>::I mask) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)mask);
+  else return _mm512_movepi64_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_movemask_ps((__m256)mask);
+  else return _mm256_movemask_pd((__m256d)mask);
+#else
+  int bits = 0;
+  for (int i = 0; i < Lanes<T>::W; ++i) bits |= (mask[i] & 1) << i;
+  return bits;
+#endif
+}
+template <class T>
+PYL_INLINE typename Lanes<T>::I lanes_of(int bits) {
+  typedef typename Lanes<T>::I I;
+  I lane;
+  for (int i = 0; i < Lanes<T>::W; ++i) lane[i] = typename Lanes<T>::IntScalar(1) << i;
+  return ((I{} + bits) & lane) != 0;
+}
+// The bits of lanes i.. of a long row of bits; i is a multiple of W. Put them in rising order of i.
+template <class T>
+PYL_INLINE void put_bits(uint8_t* row, int64_t i, int bits) {
+  constexpr int W = Lanes<T>::W;
+  if constexpr (W == 16) {
+    uint16_t word = static_cast<uint16_t>(bits);
+    __builtin_memcpy(row + i / 8, &word, 2);
+  } else {
+    int shift = W < 8 ? static_cast<int>(i % 8) : 0;
+    row[i / 8] = static_cast<uint8_t>(shift ? row[i / 8] | bits << shift : bits);
+  }
+}
+template <class T>
+PYL_INLINE int get_bits(const uint8_t* row, int64_t i) {
+  constexpr int W = Lanes<T>::W;
+  if constexpr (W == 16) {
+    uint16_t word;
+    __builtin_memcpy(&word, row + i / 8, 2);
+    return word;
+  }
+  return row[i / 8] >> (W < 8 ? i % 8 : 0);
 }
 
 // ---- memory ----

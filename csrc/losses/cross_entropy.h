@@ -11,15 +11,15 @@ struct cross_entropy {
     T eps = k.own[0], each = eps / k.classes, z = k.own[3];
     V hit = (1 - eps) * r.w;
     V q = hit + each * k.weight_sum;
-    V loss = hit * r.nll;
+    V loss = hit * r.nll();
     if (eps > 0) loss += each * r.spread;
-    V slope = k.main * q * r.miss;
-    V label = k.main * (each * (k.weight_sum - r.w) - q * r.miss);
+    V slope = k.main * q * r.miss();
+    V label = k.main * (each * (k.weight_sum - r.w) - q * r.miss());
     V extra = splat<V>(0);
     if (z > 0) {
-      extra = z * r.lse * r.lse;
-      slope += 2 * z * r.lse * r.miss;
-      label += 2 * z * r.lse * r.hit;
+      extra = z * r.lse() * r.lse();
+      slope += 2 * z * r.lse() * r.miss();
+      label += 2 * z * r.lse() * r.hit();
     }
     return {loss, extra, slope, splat<V>(k.main * each), label};
   }

@@ -27,32 +27,23 @@ struct Scalars {
   T main;        // backward: factor of everything but the z-term, whose divisor differs
 };
 
-// A row of the softmax family. The five numbers of the odds come from one exp and one log, see odds().
+// A row of the softmax family. All that the odds give comes from one exp and one log; what a formula does not ask for is not
+// computed.
 template <class V>
 struct SoftmaxRow {
-  V a;          // log odds against the label
-  V hit, miss;  // p_y and 1 - p_y
-  V nll;        // -log p_y
-  V nll_miss;   // -log(1 - p_y)
-  V lse;        // over all classes
-  V spread;     // sum_j w_j (lse - u_j), for smoothing
-  V w;          // class weight (and factor) of the label, 1 when absent
-};
+  V a;            // log odds against the label
+  V w;            // class weight (and factor) of the label, 1 when absent
+  V u_label;      // the label's own u
+  V lse_others;   // over the other classes
+  V spread = {};  // sum_j w_j (lse - u_j), for smoothing
 
-template <class V>
-PYL_INLINE SoftmaxRow<V> odds(V a, V w) {
-  V zero = splat<V>(0), one = splat<V>(1);
-  V e = exp_below(-absolute(a)), tail = log1p(e), inverse = 1 / (e + 1);
-  auto against = a >= 0;
-  return {a,
-          where(against, e, one) * inverse,
-          where(against, one, e) * inverse,
-          where(a > 0, a, zero) + tail,
-          where(a < 0, -a, zero) + tail,
-          zero,
-          one,
-          w};
-}
+  PYL_INLINE V rare() const { return exp_below(-absolute(a)); }                                 // odds of the less likely side
+  PYL_INLINE V hit() const { return where(a >= 0, rare(), splat<V>(1)) / (rare() + 1); }        // p_y
+  PYL_INLINE V miss() const { return where(a >= 0, splat<V>(1), rare()) / (rare() + 1); }       // 1 - p_y
+  PYL_INLINE V nll() const { return where(a > 0, a, splat<V>(0)) + log1p_unit(rare()); }        // -log p_y
+  PYL_INLINE V nll_miss() const { return where(a < 0, -a, splat<V>(0)) + log1p_unit(rare()); }  // -log(1 - p_y)
+  PYL_INLINE V lse() const { return where(a > 0, lse_others + nll_miss(), u_label + nll()); }   // over all classes
+};
 
 template <class V>
 struct SoftmaxResult {

@@ -7,9 +7,9 @@ namespace PYL_ISA {
 struct focal {
   template <class T, class V>
   static PYL_INLINE SoftmaxResult<V> with_gamma(T gamma, const SoftmaxRow<V>& r) {
-    V power = gamma == 0 ? splat<V>(1) : exp(-gamma * r.nll_miss);  // gamma = 0 must not meet 0 * inf
-    V p_nll = where(r.nll == infinity<T>(), splat<V>(0), r.hit * r.nll);
-    return through_a(r, where(power == 0, power, power * r.nll), power * (r.miss + gamma * p_nll));
+    V power = gamma == 0 ? splat<V>(1) : exp(-gamma * r.nll_miss());  // gamma = 0 must not meet 0 * inf
+    V p_nll = where(r.nll() == infinity<T>(), splat<V>(0), r.hit() * r.nll());
+    return through_a(r, where(power == 0, power, power * r.nll()), power * (r.miss() + gamma * p_nll));
   }
   template <class T, class V>
   static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>& k, const SoftmaxRow<V>& r) {

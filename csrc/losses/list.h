@@ -1,12 +1,14 @@
-// Every fused formula: X(name, numbers a row saves for backward). The name is the struct in <name>.h; its family is its list.
+// Every fused formula: X(name, numbers a row saves for backward, ahead). The name is the struct in <name>.h; its family is its
+// list. ahead: may forward write the gradient too, because a mean's divisor is known from the labels? kYes, kNo, or the number
+// of the own scalar that must be 0 for it.
 #define PYL_SOFTMAX_LOSSES(X) \
-  X(cross_entropy, 3)         \
-  X(focal, 2)                 \
-  X(target, 2)                \
-  X(logit_norm, 4)
+  X(cross_entropy, 3, kYes)   \
+  X(focal, 2, kYes)           \
+  X(target, 2, kYes)          \
+  X(logit_norm, 4, kYes)
 
-#define PYL_MARGIN_LOSSES(X) X(hem, 3)
+#define PYL_MARGIN_LOSSES(X) X(hem, 3, kNo)
 
-#define PYL_ENTROPY_LOSSES(X) X(entropy, 4)
+#define PYL_ENTROPY_LOSSES(X) X(entropy, 4, 1)
 
 #define PYL_LOSSES(X) PYL_SOFTMAX_LOSSES(X) PYL_MARGIN_LOSSES(X) PYL_ENTROPY_LOSSES(X)

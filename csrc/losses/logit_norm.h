@@ -7,7 +7,7 @@ namespace PYL_ISA {
 struct logit_norm {
   template <class T, class V>
   static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>&, const SoftmaxRow<V>& r) {
-    return through_a(r, r.nll, r.miss);
+    return through_a(r, r.nll(), r.miss());
   }
 };
 

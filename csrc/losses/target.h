@@ -11,34 +11,35 @@ struct target {
     V zero = splat<V>(0);
     switch (static_cast<Kind>(static_cast<int>(k.own[0]))) {
       case ce:
-        return through_a(r, r.nll, r.miss);
+        return through_a(r, r.nll(), r.miss());
       case focal_kind:
         return focal::with_gamma(k.own[1], r);
       case gce: {  // (1 - p^q) / q
         T q = k.own[2];
-        return through_a(r, -expm1(-q * r.nll) / q, exp(-q * r.nll) * r.miss);
+        return through_a(r, -expm1(-q * r.nll()) / q, exp(-q * r.nll()) * r.miss());
       }
       case mae:
-        return through_a(r, r.miss, r.hit * r.miss);
+        return through_a(r, r.miss(), r.hit() * r.miss());
       case sumexp:
         return through_a(r, exp(r.a), exp(r.a));
       case compsum: {  // ((1 + e^a)^(1 - tau) - 1) / (1 - tau), log(1 + e^a) at tau = 1
         T rest = 1 - k.own[3];
-        if (rest == 0) return through_a(r, r.nll, r.miss);
-        return through_a(r, expm1(rest * r.nll) / rest, r.miss * exp(rest * r.nll));
+        if (rest == 0) return through_a(r, r.nll(), r.miss());
+        return through_a(r, expm1(rest * r.nll()) / rest, r.miss() * exp(rest * r.nll()));
       }
       case dco: {  // -log(1 - (1 - p)^n)
         T n = k.own[4];
-        V all_miss = exp(-n * r.nll_miss), some = -expm1(-n * r.nll_miss);
+        V all_miss = exp(-n * r.nll_miss()), some = -expm1(-n * r.nll_miss());
         V value = where(some > T(0.5), -log1p(-all_miss), -log(some));
         // Where p is lost to underflow, 1 - (1 - p)^n is n p.
-        auto faint = r.hit < T(1e-30);
-        return through_a(r, where(faint, r.nll - log(splat<V>(n)), value), where(faint, r.miss, n * r.hit * all_miss / some));
+        auto faint = r.hit() < T(1e-30);
+        return through_a(r, where(faint, r.nll() - log(splat<V>(n)), value),
+                         where(faint, r.miss(), n * r.hit() * all_miss / some));
       }
       case sce: {  // b (-floor) (1 - p) - a log p
         T alpha = k.own[5], beta = -k.own[6] * k.own[7];
-        V forward = alpha == 0 ? zero : alpha * r.nll;
-        return through_a(r, forward + beta * r.miss, alpha * r.miss + beta * r.hit * r.miss);
+        V forward = alpha == 0 ? zero : alpha * r.nll();
+        return through_a(r, forward + beta * r.miss(), alpha * r.miss() + beta * r.hit() * r.miss());
       }
     }
     return through_a(r, zero, zero);
