@@ -20,6 +20,8 @@ from .losses import *  # noqa: F403
 from .metrics import auroc as auroc
 from .metrics import dar as dar
 from .metrics import ece as ece
+from .pool import clear_pool as clear_pool
+from .pool import use_pool as use_pool
 from .scores import ConfidenceScores as ConfidenceScores
 from .scores import confidence_scores as confidence_scores
 from .spec import LOSSES as LOSSES

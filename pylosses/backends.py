@@ -71,7 +71,7 @@ def why_not(name: str, spec: LossSpec, problem: Problem, obstacle: str | None) -
     reason = _absent(name) or spec.why_not(name)
     if reason is not None:
         return reason
-    if name == "cpu" and problem.x.device.type != "cpu":
+    if name == "cpu" and not problem.x.is_cpu:
         return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
     if problem.x.layout is not torch.strided:
         return f"input has layout {problem.x.layout}; fused kernels take strided tensors"

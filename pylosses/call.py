@@ -103,9 +103,9 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
 
 def _obstacle(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> str | None:
     """Why the arguments of this call are none for a fused kernel, or None."""
-    others = {"target": problem.soft, "weight": problem.weight, "sample_weight": problem.sample_weight, **own}
-    for name, value in others.items():
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+    others = ("target", problem.soft), ("weight", problem.weight), ("sample_weight", problem.sample_weight), *own.items()
+    for name, value in others:
+        if value is not None and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             return f"{name} requires a gradient, which only the reference backend computes"
     return spec.beyond(**own)
 

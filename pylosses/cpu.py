@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import pool
 from .check import ACCUMULATE, bad_label, label_shape
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ except ImportError as error:
     except ImportError:
         pass
     absent = absent or f"the C++ kernels could not be imported ({error})"
+
+pool.attach(_cpu)
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _INDEX = {torch.uint8: 0, torch.int16: 1, torch.int32: 2, torch.int64: 3}
@@ -85,7 +88,7 @@ def forward_ahead(call: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
 
     Writing it while the logits are in the cache saves backward from reading them again.
     """
-    gradient = torch.empty_like(x) if _is_known_early(call) else None
+    gradient = pool.new_gradient(x) if _is_known_early(call) else None
     return *_forward(call, x, new_saved(call, x), gradient), gradient  # type: ignore[return-value]
 
 
@@ -102,7 +105,7 @@ def _forward(call: Call, x: Tensor, saved: Tensor | None, gradient: Tensor | Non
 
 def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | None = None) -> Tensor:
     """Gradient with respect to x, in x's dtype and memory format; into `out` if given."""
-    result = torch.empty_like(x) if out is None else out
+    result = pool.new_gradient(x) if out is None else out
     dtype = ACCUMULATE[x.dtype]
     if grad.dtype != dtype or grad.dim() > 0:
         grad = grad.to(dtype).contiguous()
@@ -117,10 +120,8 @@ def _is_known_early(call: Call) -> bool:
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
     """Bytes for what backward needs: two divisors, K statistics of every row, the margin family's bits."""
-    shape = x.shape
-    rows, classes = 1, shape[1] if len(shape) > 1 else shape[0]
-    for size in label_shape(shape):
-        rows = rows * size
+    classes = x.shape[1 if x.dim() > 1 else 0]
+    rows = x.numel() // classes
     size = (2 + rows * _LOSSES[call.kernel][1]) * ACCUMULATE[x.dtype].itemsize
     if call.kernel == "hem":
         size += rows * classes // 8 + 2 * rows + 2 * classes  # whole bytes for each row, or for each vector of rows

@@ -8,10 +8,7 @@
 #include <string>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
+#include "cpu/pool.h"
 #include "cpu/problem.h"
 #include "losses/list.h"
 
@@ -126,18 +123,16 @@ Problem describe(PYL_SHARED) {
   return p;
 }
 
-// A fresh gradient of hundreds of megabytes costs more in page faults than the whole computation; huge pages make them rare.
-void prefer_huge_pages(void* start, size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t huge = uintptr_t(1) << 21;
-  if (bytes < 4 * huge) return;
-  uintptr_t begin = (reinterpret_cast<uintptr_t>(start) + huge - 1) & ~(huge - 1);
-  uintptr_t end = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(huge - 1);
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)start, (void)bytes;
-#endif
-}
+Pool pool;
+
+// Memory from the pool under Python's buffer protocol; it goes back when the last tensor on it dies.
+struct Buffer {
+  Pool::Piece piece;
+  size_t size;
+  explicit Buffer(size_t size) : piece(pool.take(size)), size(size) {}
+  ~Buffer() { pool.give_back(piece); }
+  Buffer(const Buffer&) = delete;
+};
 
 // Where the gradient goes; a large one is asked for in huge pages.
 void set_gradient(Problem& p, uintptr_t grad, const Sizes& shape, const Sizes& stride) {
@@ -190,6 +185,13 @@ PYBIND11_MODULE(_cpu, m) {
         return names;
       },
       "The instruction sets that this machine and build have.");
+  py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Memory for a gradient, from the pool.")
+      .def(py::init<size_t>())
+      .def_buffer(
+          [](Buffer& b) { return py::buffer_info(static_cast<uint8_t*>(b.piece.data), static_cast<py::ssize_t>(b.size)); });
+  m.def("set_pool_limit", [](size_t bytes) { pool.set_limit(bytes); }, "Bytes that released gradients may hold.");
+  m.def("clear_pool", [] { pool.clear(); }, "Free what the pool holds.");
+  m.def("pool_held", [] { return pool.held(); }, "Bytes that the pool holds now.");
   m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead) of every formula, see losses/list.h.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");
