@@ -23,7 +23,7 @@ enum LossId { PYL_LOSSES(PYL_ID) };
   case id_##name:                       \
     return name::row(k, r);
 template <class T, class V>
-__attribute__((noinline)) SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
+PYL_INLINE SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
   switch (loss) { PYL_SOFTMAX_LOSSES(PYL_FORMULA) }
   __builtin_unreachable();
 }

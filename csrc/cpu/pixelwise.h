@@ -33,7 +33,7 @@ struct Tile {
   static constexpr int W = Lanes<T>::W;
   const Context<T>& c;
   Map<T> map;
-  int64_t width;                         // rows of a tile, a multiple of the lanes
+  int64_t width, stride;  // rows of a tile, a multiple of the lanes; from class to class, not a divisor of a page
   Scratch<T> tile, kept, slopes, soft_;  // [class][row]: logits; exponentials; du/dx under a softcap; targets
   T* exponentials;                       // kept, or the tile itself when no pass needs the logits after them
   int64_t begin = 0, rows = 0, padded = 0;
@@ -55,10 +55,11 @@ struct Tile {
       : c(c),
         map(map_of(c)),
         width(rows_for(c.p.classes)),
-        tile(c.p.classes * width),
-        kept(logits_stay ? c.p.classes * width : 1),
-        slopes(map.cap > 0 ? c.p.classes * width : 1),
-        soft_(c.p.soft ? c.p.classes * width : 1),
+        stride(width + 16),
+        tile(c.p.classes * stride),
+        kept(logits_stay ? c.p.classes * stride : 1),
+        slopes(map.cap > 0 ? c.p.classes * stride : 1),
+        soft_(c.p.soft ? c.p.classes * stride : 1),
         exponentials(logits_stay ? kept.data : tile.data) {}
 
   // Calls f() on every tile of [first, last).
@@ -94,7 +95,7 @@ struct Tile {
     grad_at.find(c.p.grad_layout, begin, rows);
     grad_in_place = usable(grad_at);
     grad_first = grad_in_place ? static_cast<T*>(c.p.grad) + grad_at.base : tile.data;
-    grad_stride = grad_in_place ? c.p.grad_layout.class_stride : width;
+    grad_stride = grad_in_place ? c.p.grad_layout.class_stride : stride;
   }
   bool usable(const Places& at) const { return c.as_it_is() && at.regular && at.step == 1 && rows % W == 0; }
 
@@ -105,34 +106,36 @@ struct Tile {
     if (!map.identity()) apply_map();
   }
   void copy(Dtype dtype, const void* base, const Layout& l, const Places& at, T* out) const {
-    int64_t bytes = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
-    for (int64_t j = 0; j < c.p.classes; ++j, out += width) {
+    for (int64_t j = 0; j < c.p.classes; ++j, out += stride) {
       int64_t shift = j * l.class_stride;
       if (at.regular) {
         load_as(dtype, base, at.base + shift, at.step, rows, out);
-        // The same class of the next tile: a processor cannot follow as many streams as there are classes.
-        if (at.step == 1) {
-          const char* next = static_cast<const char*>(base) + (at.base + shift + rows) * bytes;
-          for (int64_t b = 0; b < rows * bytes; b += 64) __builtin_prefetch(next + b, 0, 2);
-        }
       } else {
         for (int64_t r = 0; r < rows; ++r) load_as(dtype, base, at.at[r] + shift, 1, 1, out + r);
       }
       for (int64_t r = rows; r < padded; ++r) out[r] = 0;
     }
   }
+  // Fetches a part of the next tile while this one is computed on. Called for every vector of rows.
+  PYL_INLINE void fetch_next(int64_t r) const {
+    if (!x_at.regular || x_at.step != 1) return;
+    int64_t bytes = c.p.dtype == Dtype::f64 ? 8 : c.p.dtype == Dtype::f32 ? 4 : 2, steps = padded / W, step = r / W;
+    const char* next = static_cast<const char*>(c.p.x) + (x_at.base + rows) * bytes;
+    for (int64_t j = c.p.classes * step / steps; j < c.p.classes * (step + 1) / steps; ++j)
+      for (int64_t b = 0; b < rows * bytes; b += 64) fetch(next + j * c.p.x_layout.class_stride * bytes + b);
+  }
   // u = scale softcap(x) + shift, in place.
   void apply_map() {
     for (int64_t j = 0; j < c.p.classes; ++j)
       for (int64_t r = 0; r < padded; r += W) {
-        T* at = tile.data + j * width + r;
+        T* at = tile.data + j * stride + r;
         V x = load(at), u = x, du;
         if (map.cap > 0) {
           V t = tanh(x / map.cap, du);
           Int<V> masked = x == -infinity<T>();  // stays masked
           u = where(masked, x, map.cap * t);
           du = where(masked, splat<V>(1), du) * map.scale;
-          store(slopes.data + j * width + r, du);
+          store(slopes.data + j * stride + r, du);
         }
         u *= map.scale;
         store(at, map.shift ? u + map.shift[j] : u);
@@ -145,13 +148,13 @@ struct Tile {
     T eps = c.k.own[0], each = eps / c.k.classes;
     for (int64_t j = 0; j < c.p.classes; ++j) {
       T w = c.weight ? c.weight[j] : 1;
-      for (int64_t r = 0; r < padded; ++r) soft_.data[j * width + r] = w * ((1 - eps) * soft_.data[j * width + r] + each);
+      for (int64_t r = 0; r < padded; ++r) soft_.data[j * stride + r] = w * ((1 - eps) * soft_.data[j * stride + r] + each);
     }
   }
   void store_gradient() const {
     const Layout& l = c.p.grad_layout;
     const T* in = tile.data;
-    for (int64_t j = 0; j < c.p.classes; ++j, in += width) {
+    for (int64_t j = 0; j < c.p.classes; ++j, in += stride) {
       int64_t shift = j * l.class_stride;
       if (grad_at.regular) store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
       else
@@ -160,16 +163,15 @@ struct Tile {
   }
 
   // The numbers of class j for the rows r.. of the tile
-  PYL_INLINE V u(int64_t j, int64_t r) const { return load(tile.data + j * width + r); }
-  PYL_INLINE V e(int64_t j, int64_t r) const { return load(exponentials + j * width + r); }
-  PYL_INLINE V other(int64_t j, int64_t r) const { return where(at_label(j, r), splat<V>(-infinity<T>()), u(j, r)); }
-  PYL_INLINE I at_label(int64_t j, int64_t r) const {
-    I labels;
-    __builtin_memcpy(&labels, y + r, sizeof labels);
-    return labels == static_cast<typename Lanes<T>::IntScalar>(j);
+  PYL_INLINE V u(int64_t j, int64_t r) const { return load(tile.data + j * stride + r); }
+  PYL_INLINE V e(int64_t j, int64_t r) const { return load(exponentials + j * stride + r); }
+  PYL_INLINE I labels(int64_t r) const {
+    I v;
+    __builtin_memcpy(&v, y + r, sizeof v);
+    return v;
   }
-  PYL_INLINE V du(int64_t j, int64_t r) const { return load(slopes.data + j * width + r); }
-  PYL_INLINE V soft(int64_t j, int64_t r) const { return load(soft_.data + j * width + r); }
+  PYL_INLINE V du(int64_t j, int64_t r) const { return load(slopes.data + j * stride + r); }
+  PYL_INLINE V soft(int64_t j, int64_t r) const { return load(soft_.data + j * stride + r); }
   // f(i, label) of the rows r.. that have a label, 0 elsewhere
   template <class F>
   PYL_INLINE V gather(int64_t r, F f) const {
@@ -178,7 +180,7 @@ struct Tile {
     return where(load(live + r) != 0, v, V{});
   }
   V u_label(int64_t r) const {
-    return gather(r, [&](int64_t i, int64_t label) { return tile.data[label * width + i]; });
+    return gather(r, [&](int64_t i, int64_t label) { return tile.data[label * stride + i]; });
   }
   // Writes f(j, r), the gradient of class j for the rows r..
   template <class F>

@@ -33,6 +33,7 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
     t.read();
     TileEntropyGradient<T> g;
     for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) {
+      t.fetch_next(r);
       LaneSums<V> s = lane_sums<Moment::about_m, true>(t, r, splat<V>(1));
       V mu = s.moment / s.d, log_d = log_sum(s.d);
       Int<V> dominated = s.d < static_cast<T>(kDominated);

@@ -20,7 +20,15 @@ struct LaneErrors {
     shift = of_label ? nullptr : margins;
     if (of_label && margins) mu = t.gather(r, [&](int64_t, int64_t y) { return margins[y]; });
   }
-  PYL_INLINE V raw(int64_t j) const { return raw_of(t.other(j, r), x_label, shift ? splat<V>(shift[j]) : mu); }
+  // Puts the raw errors of the other classes where the logits were: -inf at the label and at masked classes.
+  void store_raw() const {
+    T* x = t.tile.data + r;
+    Int<V> labels = t.labels(r);
+    for (int64_t j = 0; j < t.c.p.classes; ++j, x += t.stride) {
+      V raw = raw_of(load(x), x_label, shift ? splat<V>(shift[j]) : mu);
+      store(x, where(labels == static_cast<typename Lanes<T>::IntScalar>(j), splat<V>(-infinity<T>()), raw));
+    }
+  }
   static PYL_INLINE V raw_of(V x, V x_label, V mu) { return where(x == -infinity<T>(), x, (x - x_label) + mu); }
 };
 
@@ -39,12 +47,16 @@ void pixels_margin_forward(const Context<T>& c, Partial& total) {
   bool threshold = c.k.own[4] != 0, keep = c.stats && h.kind == linear;
   int64_t classes = c.p.classes;
   auto vector_of_rows = [&](Tile<T>& t, int64_t r, auto power) {
+    t.fetch_next(r);
     LaneErrors<T> errors(t, r, h);
-    V cut = splat<V>(above_nothing<T>()), count{}, slopes{};
+    errors.store_raw();
+    V cut = splat<V>(above_nothing<T>()), slopes{};
+    const T* raws = t.tile.data + r;
+    int64_t stride = t.stride;
     if (threshold) {
       V max{};
       V sum = sum_over<V>(classes, [&](int64_t j) {
-        V e = h.template value<power.value>(errors.raw(j));
+        V e = h.template value<power.value>(load(raws + j * stride));
         max = larger(e, max);
         return e;
       });
@@ -53,19 +65,20 @@ void pixels_margin_forward(const Context<T>& c, Partial& total) {
       cut = where(max > 0, where(mean < max, mean, max), cut);
     }
     uint8_t* bits = keep ? lane_bits(t, r) : nullptr;
-    Int<V> nan{};
+    Int<V> nan{}, kept_count{};
     V sum = sum_over<V>(classes, [&](int64_t j) {
-      V raw = errors.raw(j), e = h.template value<power.value>(raw);
+      V raw = load(raws + j * stride), e = h.template value<power.value>(raw);
       Int<V> kept = e >= cut;
-      count += where(kept, splat<V>(1), V{});
+      kept_count -= kept;
       nan |= raw != raw;
       if (bits) put_bits<T>(bits, j * W, bits_of<T>(kept));
       return where(kept, e, V{});
     });
+    V count = __builtin_convertvector(kept_count, V);
     if constexpr (power.value == linear) slopes = count;
     else
       slopes = sum_over<V>(classes, [&](int64_t j) {
-        V raw = errors.raw(j);
+        V raw = load(raws + j * stride);
         return where(h.template value<power.value>(raw) >= cut, h.template slope<power.value>(raw), V{});
       });
     Int<V> none = count == 0;

@@ -15,22 +15,27 @@ struct LaneSums {
 template <Moment kind, bool All, bool Keep, class T>
 LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename Lanes<T>::V late) {
   typedef typename Lanes<T>::V V;
-  int64_t classes = t.c.p.classes;
+  int64_t classes = t.c.p.classes, stride = t.stride;
+  const T* x = t.tile.data + r;  // copies: the compiler must not look them up after every store
+  T* kept = t.exponentials + r;
+  Int<V> labels = t.labels(r);
   // The largest of all classes will do: with a label more than 80 above the others, their share is nothing in any case.
   V m = splat<V>(-infinity<T>()), moment{};
-  for (int64_t j = 0; j < classes; ++j) m = larger(t.u(j, r), m);
+  for (int64_t j = 0; j < classes; ++j) m = larger(load(x + j * stride), m);
   if (kind != Moment::none) m *= late;
   m = where(m == -infinity<T>(), V{}, m);
-  auto unless_label = [&](int64_t j, V v) { return All ? v : where(t.at_label(j, r), V{}, v); };
+  auto unless_label = [&](int64_t j, V v) {
+    return All ? v : where(labels == static_cast<typename Lanes<T>::IntScalar>(j), V{}, v);
+  };
   V d = sum_over<V>(classes, [&](int64_t j) {
-    V e = exp_below((kind == Moment::none ? t.u(j, r) : t.u(j, r) * late) - m);
-    if constexpr (Keep) store(t.exponentials + j * t.width + r, e);
+    V u = load(x + j * stride), e = exp_below((kind == Moment::none ? u : u * late) - m);
+    if constexpr (Keep) store(kept + j * stride, e);
     return unless_label(j, e);
   });
   if (kind != Moment::none)
     moment = sum_over<V>(classes, [&](int64_t j) {
-      V v = t.u(j, r), x = v * late - m, e = Keep ? t.e(j, r) : exp_below(x);
-      return unless_label(j, where(v == -infinity<T>(), V{}, e * (kind == Moment::of_x ? v : x)));
+      V v = load(x + j * stride), u = v * late - m, e = Keep ? load(kept + j * stride) : exp_below(u);
+      return unless_label(j, where(v == -infinity<T>(), V{}, e * (kind == Moment::of_x ? v : u)));
     });
   return {m, d, moment};
 }
@@ -91,7 +96,7 @@ struct TileGradient {
   PYL_INLINE void set(const Tile<T>& t, int64_t r, const SoftmaxResult<V>& result, V base, V d, V x_label, V late, V mean_x) {
     bool capped = t.map.cap > 0;
     V up = t.upstream(r), du = t.map.scale * late, gain = up * result.slope, at_label = up * result.label;
-    if (capped) du = t.gather(r, [&](int64_t i, int64_t y) { return t.slopes.data[y * t.width + i]; });
+    if (capped) du = t.gather(r, [&](int64_t i, int64_t y) { return t.slopes.data[y * t.stride + i]; });
     at_label *= du;
     if (c.p.loss == id_logit_norm) {
       V n = t.gather(r, [&](int64_t i, int64_t) { return norm_of(c, late[i - r]); });
@@ -173,7 +178,10 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       }
       if (ahead) g.set(t, r, result, s.m, s.d, x_label, late, mean_x);
     };
-    for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) c.p.soft ? soft(r) : labelled(r);
+    for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) {
+      t.fetch_next(r);
+      c.p.soft ? soft(r) : labelled(r);
+    }
     if (ahead) g.write(t);
   });
 }
@@ -187,6 +195,7 @@ void pixels_softmax_backward(const Context<T>& c) {
     if (c.p.soft) t.read_soft();
     TileGradient<T> g(c);
     for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) {
+      t.fetch_next(r);
       V m = t.saved(0, r), d = t.saved(1, r);
       if (c.p.soft) {
         g.set_soft(t, r, m, d, t.saved(2, r));

@@ -92,14 +92,15 @@ void block_errors(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, co
   sums.nan |= any((nan[0] | nan[1]) | (nan[2] | nan[3]));
 }
 
-// `bits`, if given, takes which classes are kept.
+// `bits`, if given, takes which classes are kept. The row `next` numbers on is fetched meanwhile.
 template <class T, Power P>
 void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums,
-                  uint8_t* bits) {
+                  uint8_t* bits, int64_t next) {
   typedef typename Lanes<T>::V V;
   V s[4] = {}, d[4] = {};
   Int<V> count[4] = {}, nan[4] = {};
   over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+    fetch(x + next + i);
     V raw = raw_error(v, x_label, shift ? beside(shift, i, n) : splat<V>(mu));
     V e = h.template value<P>(raw);
     Int<V> kept = e >= t;
@@ -161,7 +162,7 @@ void margin_forward(const Context<T>& c, Partial& total) {
         if (none) return;
         over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
           block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept,
-                                       bits ? bits + j / 8 : nullptr);
+                                       bits ? bits + j / 8 : nullptr, c.p.classes);
         });
       });
       none = none || kept.count == 0;

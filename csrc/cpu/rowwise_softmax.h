@@ -76,6 +76,7 @@ struct OnlineSum {
   void add_plain(const T* x, int64_t n, T base, T* out) {
     V s[4] = {};
     over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+      fetch(x + kBlock + i);
       V e = exp_below(v - base);
       s[k] += e;
       if (Keep) store(out + i, e);
@@ -87,6 +88,7 @@ struct OnlineSum {
     V s[4] = {}, sm[4] = {};
     bool of_x = kind == Moment::of_x;
     over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+      fetch(x + kBlock + i);
       V d = v * late - base, e = exp_below(d);
       s[k] += e;
       sm[k] += where(v == -infinity<T>(), V{}, e * (of_x ? v : d));  // a masked class counts nothing

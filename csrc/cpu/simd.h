@@ -340,6 +340,8 @@ template <class T>
 PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
+// Brings a line of memory that will be read soon.
+PYL_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // The first n < W lanes. AVX2 and AVX-512 have loads and stores under a mask; elsewhere lanes go one by one.
 template <class T>
 PYL_INLINE typename Lanes<T>::I first_lanes(int64_t n) {
