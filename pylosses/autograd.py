@@ -68,7 +68,7 @@ class Fused(torch.autograd.Function):
             loss, saved = kernels.forward(call, x, True)
             ctx.ahead = None
         # The labels and weights are saved too, so that changing them in place before backward is an error.
-        ctx.save_for_backward(x, saved, *call.tensors())
+        ctx.save_for_backward(x, saved, *(t for t in call.tensors() if t is not None))
         ctx.call = call
         return loss
 
