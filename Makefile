@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full test check lint format setup clean
+.PHONY: bench bench-full test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -13,6 +13,9 @@ test: setup
 
 check: setup
 	$(BIN)/pylosses check
+
+sanitize:
+	sh tools/sanitize.sh
 
 lint: setup
 	$(BIN)/ruff check .

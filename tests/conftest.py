@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))  # cases, tolerance, golden: --import-mode=importlib does not add it
 
 os.environ.pop("PYLOSSES_BACKEND", None)  # read when pylosses is imported: it must not change what a test tests
+# Read when a process starts, so it is for the workers of pytest-xdist: threads that wait by spinning starve each other's work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 torch.set_num_threads(1)  # workers of pytest-xdist share the cores; tests about threads set their own number
 
@@ -18,6 +20,12 @@ settings.register_profile(
     "pylosses", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("pylosses")
+
+
+def pytest_report_header() -> str:
+    from pylosses import cpu  # not before PYLOSSES_BACKEND is gone
+
+    return f"pylosses: CPU kernels for {cpu.isa()}"
 
 
 @pytest.fixture

@@ -1,0 +1,97 @@
+"""Are the kernels right on every instruction set? Those that this machine has are run, AVX-512 is at least in the build."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pylosses
+from pylosses import cpu
+
+pytestmark = pytest.mark.skipif(cpu._cpu is None, reason=f"no C++ kernels: {cpu.absent}")
+HERE = Path(__file__).parent
+HAVE = [] if cpu._cpu is None else cpu._cpu.isas()
+OTHERS = [isa for isa in HAVE if isa != cpu.isa()]
+
+#: Golden values, all edges, and of the agreement grid what differs between instruction sets: widths, tails, conversions, maths
+SELECTION = (
+    "cpu and (test_edges or (test_golden and (float32 or float64)) or test_layouts or "
+    "(test_rows and not float64 and (plain or peaked or masked or special or one_class or three_classes or wide)))"
+)
+
+
+def python(isa: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYLOSSES_ISA": isa}
+    return subprocess.run([sys.executable, *arguments], env=environment, cwd=HERE.parent, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_golden_values_agreement_and_edges(isa):
+    """The tests that ran on the widest instruction set, on another one."""
+    files = [str(HERE / f"test_{name}.py") for name in ("golden", "edges", "backends_agree")]
+    done = python(isa, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "--tb=short", "-k", SELECTION, *files)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert f"CPU kernels for {isa}\n" in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 1000, done.stdout[-400:]
+
+
+def test_the_baseline_is_always_there():
+    assert HAVE[0] == "baseline" and len(set(HAVE)) == len(HAVE)
+    if "PYLOSSES_ISA" not in os.environ:
+        assert cpu.isa() == HAVE[-1], "not the widest that the machine has"
+
+
+@pytest.mark.parametrize("isa", HAVE)
+def test_info_shows_the_instruction_set(isa):
+    facts = json.loads(python(isa, "-m", "pylosses", "info", "--json").stdout)
+    assert facts["cpu"]["instruction_set"] == isa
+    assert facts["backends"]["cpu"]["available"] and isa in facts["backends"]["cpu"]["reason"]
+
+
+def test_an_unknown_instruction_set_is_named_with_those_there_are():
+    """The backend is not there, and says why; the reference still is."""
+    program = """
+import torch, pylosses
+x, y = torch.randn(2, 3), torch.tensor([0, 1])
+assert torch.equal(pylosses.cross_entropy(x, y), pylosses.cross_entropy(x, y, backend="reference"))
+print(pylosses.backends()["cpu"].available)
+pylosses.cross_entropy(x, y, backend="cpu")
+"""
+    done = python("sse9", "-c", program)
+    message = done.stderr.strip().splitlines()[-1]
+    assert done.stdout == "False\n"
+    assert "BackendError: backend 'cpu' cannot run cross_entropy" in message and "PYLOSSES_ISA is sse9" in message
+    assert all(isa in message for isa in HAVE)
+
+
+def test_avx512_is_in_the_build():
+    """Compiled, and on a machine without AVX-512 not run: the module holds instructions on 512-bit registers."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{platform.machine()} has no AVX-512")
+    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None or not shutil.which("objdump"):
+        pytest.skip("looking into the module needs a compiler and objdump")
+    can = subprocess.run([compiler, "-mavx512bw", "-x", "c++", "-fsyntax-only", "/dev/null"], capture_output=True)
+    if can.returncode:
+        pytest.skip(f"{compiler} cannot compile for AVX-512")
+    code = subprocess.run(["objdump", "-d", cpu._cpu.__file__], capture_output=True, text=True, check=True).stdout
+    wide = code.count("%zmm")
+    assert wide > 1000, f"{wide} uses of 512-bit registers in {cpu._cpu.__file__}"
+    assert code.count("%ymm") > 1000
+
+
+def test_all_instruction_sets_are_told_apart():
+    """Results of two instruction sets differ in their last bits somewhere: PYLOSSES_ISA does choose the code that runs."""
+    if not OTHERS:
+        pytest.skip(f"this machine has {HAVE} alone")
+    program = "import sys; sys.path.insert(0, 'tests'); import load; print(sorted(load.all_bits().items()))"
+    here, there = (python(isa, "-c", program).stdout for isa in (cpu.isa(), OTHERS[0]))
+    assert here and there and here != there
+    assert pylosses.backends()["cpu"].available
