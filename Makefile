@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full test check sanitize lint format setup clean
+.PHONY: bench bench-full bars test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -7,6 +7,9 @@ bench: setup
 
 bench-full: setup
 	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full
+
+bars: setup
+	$(BIN)/python -m pylosses.bench.bars
 
 test: setup
 	$(BIN)/pytest -n 2 tests

@@ -9,5 +9,7 @@ timing      interleaved rounds, spread, noise, peak memory
 worker      a process that measures one configuration at a time
 run         which configurations; two workers for times, one for memory; rows on disk as they finish
 report      table, JSON, pictures
+bars        which speed bars are reached: the table of bars, the verdicts
+contest     what a worker measures for a bar: its sides take turns
 parity      the arguments under which other libraries agree with ours, as a table
 """

@@ -253,8 +253,9 @@ class WorkerDied(Exception):
 class Worker:
     """A process with an environment of its own; started when first needed, and again after it died."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], command: tuple[str, ...] = ("pylosses", "bench", "--worker")) -> None:
         self.environment = environment
+        self.command = command  #: what python -m runs
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()  # what it says; None when it has ended
         self.errors = tempfile.TemporaryFile("w+")
@@ -291,7 +292,7 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | self.environment
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pylosses", "bench", "--worker"],
+            [sys.executable, "-m", *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

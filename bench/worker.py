@@ -29,8 +29,9 @@ MEMORY_LEAST = 1 << 19
 ROUNDS_MOST = 400
 
 
-def serve() -> int:
-    """Answer requests until stdin ends."""
+def serve(kind: type[Measurement] | None = None) -> int:
+    """Answer requests until stdin ends, each by a measurement of this kind."""
+    kind = kind or Measurement
     # Whatever libraries print belongs to stderr: stdout speaks the protocol.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -38,7 +39,7 @@ def serve() -> int:
         request = json.loads(line)
         torch.set_num_threads(request["threads"])
         try:
-            measurement = Measurement(request, partial(_say, answers))
+            measurement = kind(request, partial(_say, answers))
             rows = measurement.memory() if request["task"] == "memory" else measurement.times()
         except Exception as error:  # the parent shows it in the table
             rows = [{"provider": "", "kind": "", "status": "error", "reason": f"{type(error).__name__}: {error}"}]
@@ -70,11 +71,7 @@ class Measurement:
     def times(self) -> list[dict[str, Any]]:
         """One row for each provider, whatever became of it, and one for the copy of the logits."""
         torch._dynamo.reset()
-        self._leave_out()
-        self._gate_on_few_rows()
-        full = inputs(self.spec, self.shape, self.dtype, self.device)
-        self._gate_at_full_shape(full)
-        self._time(full)
+        self._time(self._gated())
         return list(self.found.values())
 
     def memory(self) -> list[dict[str, Any]]:
@@ -82,7 +79,7 @@ class Measurement:
         if self.shape.logits * self.dtype.itemsize < MEMORY_LEAST:
             return []
         torch._dynamo.reset()
-        full = inputs(self.spec, self.shape, self.dtype, self.device)
+        full = self._inputs(self.shape)
         gradients = sum(t.numel() * t.element_size() for t in full if t.is_floating_point()) if self.gradient else 0
         rows = []
         for provider in self.candidates:
@@ -98,11 +95,22 @@ class Measurement:
         asked, peers = self.request["backends"], self.request["peers"]
         return providers(self.spec, self.arguments, shape, self.dtype, self.device, asked=asked, compile=compile, peers=peers)
 
+    def _inputs(self, shape: Shape) -> tuple[Tensor, ...]:
+        return inputs(self.spec, shape, self.dtype, self.device)
+
     def _running(self) -> list[Provider]:
         return [p for p in self.candidates if self.found[p.name]["status"] == "ok"]
 
     def _drop(self, provider: Provider, status: str, reason: str) -> None:
         self.found[provider.name].update(status=status, reason=reason)
+
+    def _gated(self) -> tuple[Tensor, ...]:
+        """Inputs of the full shape, after whoever cannot run or disagrees was dropped."""
+        self._leave_out()
+        self._gate_on_few_rows()
+        full = self._inputs(self.shape)
+        self._gate_at_full_shape(full)
+        return full
 
     def _leave_out(self) -> None:
         """Drop providers that cannot run here or killed an earlier worker, and those that need more memory than there is."""
@@ -119,7 +127,7 @@ class Measurement:
     def _gate_on_few_rows(self) -> None:
         """Against float64, by the largest error. What torch.compile makes of the formula is compared at the full shape."""
         small = self.shape.fewer_rows(gate.SMALL)
-        given = inputs(self.spec, small, self.dtype, self.device)
+        given = self._inputs(small)
         exact = tuple(t.double() if t.is_floating_point() else t for t in given)
         own = concrete(self.arguments, small, self.device)
         truth = gate.evaluate(partial(function_of(self.spec), backend="reference", **own), exact, self.gradient)

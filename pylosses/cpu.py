@@ -124,5 +124,6 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
     rows = x.numel() // classes
     size = (2 + rows * _LOSSES[call.kernel][1]) * ACCUMULATE[x.dtype].itemsize
     if call.kernel == "hem":
-        size += rows * classes // 8 + 2 * rows + 2 * classes  # whole bytes for each row, or for each vector of rows
+        # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
+        size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)
     return x.new_empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned

@@ -1,7 +1,8 @@
-"""An optional pool of gradient buffers on the CPU.
+"""A pool of large gradient buffers on the CPU.
 
-A fresh buffer of hundreds of megabytes costs page faults and cleared pages, as much time as the loss itself. In a training loop
-each step's gradient can take the memory of the last one, which died with `zero_grad(set_to_none=True)`.
+A fresh buffer of hundreds of megabytes costs page faults and cleared pages, as much time as the loss itself; on a virtual
+machine that gives free memory back to its host, ten times as much. In a training loop each step's gradient takes the memory of
+the last one, so the peak of the process stays what it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import check
 
 _LEAST = 8 << 20  # bytes: smaller buffers come from torch, whose allocator reuses them anyway
+DEFAULT_LIMIT = 1 << 30
 _limit = 0
 _native: Any = None  # pylosses._cpu, where the memory lives
 
@@ -31,13 +33,13 @@ def new_gradient(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def use_pool(limit: int = 2 << 30) -> Iterator[None]:
-    """Inside a ``with`` block, released gradients of the C++ losses are kept and used again, up to `limit` bytes in all.
+def use_pool(limit: int) -> Iterator[None]:
+    """Inside a ``with`` block, hold up to `limit` bytes of released gradients of the C++ losses for the next ones.
 
-    Memory that a live tensor uses is never handed out. At the end of the block what the pool holds is freed. The environment
-    variable PYLOSSES_POOL (bytes) turns the pool on for a whole process. It serves all threads.
+    0 holds none. Outside, the limit is 1 GiB or what the environment variable PYLOSSES_POOL (bytes) says. Gradients below 8 MiB
+    come from torch. Memory that a live tensor uses is never handed out. The pool serves all threads; `clear_pool` frees what it holds.
 
-    >>> with use_pool(1 << 30):
+    >>> with use_pool(0):
     ...     pass
     """
     global _limit
@@ -63,11 +65,10 @@ def _set(limit: int) -> None:
 
 
 def attach(native: Any) -> None:
-    """Called once, with the C++ module or None; turns the pool on if PYLOSSES_POOL asks for it."""
+    """Called once, with the C++ module or None."""
     global _native
     _native = native
     asked = os.environ.get("PYLOSSES_POOL", "")
     if asked and not asked.isdecimal():
         raise ValueError(f"PYLOSSES_POOL must be a number of bytes, got {asked!r}")
-    if asked:
-        _set(int(asked))
+    _set(int(asked) if asked else DEFAULT_LIMIT)

@@ -31,14 +31,15 @@ def gradient(loss=pylosses.cross_entropy, seed=0, memory_format=None):
 @pytest.fixture(autouse=True)
 def fresh_pool():
     gc.collect()
-    pylosses.clear_pool()
-    yield
-    gc.collect()
-    assert cpu._cpu.pool_held() == 0, "a pool that is off holds nothing"
+    with pylosses.use_pool(0):
+        assert cpu._cpu.pool_held() == 0, "a pool that is off holds nothing"
+        yield
+        gc.collect()
+        assert cpu._cpu.pool_held() == 0
 
 
 def test_a_released_gradient_is_used_again():
-    with pylosses.use_pool():
+    with pylosses.use_pool(1 << 30):
         first = gradient().data_ptr()
         assert cpu._cpu.pool_held() >= 16 << 20
         assert gradient(seed=1).data_ptr() == first
@@ -48,7 +49,7 @@ def test_a_released_gradient_is_used_again():
 def test_live_gradients_share_nothing(loss):
     """Many gradients alive at once, views of them too, and each keeps its numbers."""
     expected = [gradient(loss, seed) for seed in range(4)]
-    with pylosses.use_pool():
+    with pylosses.use_pool(1 << 30):
         held = []
         for seed in range(4):
             whole = gradient(loss, seed)
@@ -62,14 +63,14 @@ def test_live_gradients_share_nothing(loss):
 
 
 def test_gradients_outlive_the_pool():
-    with pylosses.use_pool():
+    with pylosses.use_pool(1 << 30):
         kept = gradient()
     pylosses.clear_pool()
     assert torch.equal(kept, gradient())
 
 
 def test_memory_format_is_kept():
-    with pylosses.use_pool():
+    with pylosses.use_pool(1 << 30):
         grad = gradient(memory_format=torch.channels_last)
         assert grad.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(grad, gradient(memory_format=torch.channels_last))
@@ -86,7 +87,7 @@ def test_the_limit_holds():
 
 
 def test_second_backward_has_memory_of_its_own():
-    with pylosses.use_pool():
+    with pylosses.use_pool(1 << 30):
         x = torch.randn(SHAPE, requires_grad=True)
         loss = pylosses.cross_entropy(x, LABELS)
         (first,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -97,12 +98,18 @@ def test_second_backward_has_memory_of_its_own():
         assert second.data_ptr() != first.data_ptr()
 
 
-@pytest.mark.parametrize(("value", "ok"), [("50000000", True), ("lots", False)])
+@pytest.mark.parametrize(("value", "ok"), [("50000000", True), ("0", True), ("lots", False)])
 def test_environment(value, ok):
     code = "import pylosses; from pylosses import pool; print(pool._limit)"
     run = subprocess.run([sys.executable, "-c", code], env={"PYLOSSES_POOL": value}, capture_output=True, text=True)
     assert (run.returncode == 0) is ok
     assert run.stdout.strip() == value if ok else "PYLOSSES_POOL must be a number of bytes, got 'lots'" in run.stderr
+
+
+def test_default():
+    code = "import pylosses; from pylosses import pool; print(pool._limit)"
+    run = subprocess.run([sys.executable, "-c", code], env={}, capture_output=True, text=True)
+    assert int(run.stdout) == 1 << 30, run.stderr
 
 
 def test_bad_limit():
