@@ -37,7 +37,8 @@ def use_pool(limit: int) -> Iterator[None]:
     """Inside a ``with`` block, hold up to `limit` bytes of released gradients of the C++ losses for the next ones.
 
     0 holds none. Outside, the limit is 1 GiB or what the environment variable PYLOSSES_POOL (bytes) says. Gradients below 8 MiB
-    come from torch. Memory that a live tensor uses is never handed out. The pool serves all threads; `clear_pool` frees what it holds.
+    come from torch. Memory that a live tensor uses is never handed out. The pool serves all threads; `clear_pool` frees what it
+    holds.
 
     >>> with use_pool(0):
     ...     pass
