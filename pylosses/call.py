@@ -10,6 +10,7 @@ from torch import Tensor
 from . import backends, check
 from .autograd import Call, fused
 from .check import Problem
+from .linear_fused import Product, fused_product
 from .reduce import RowLoss, reduce
 from .spec import LossSpec
 
@@ -77,6 +78,9 @@ def unlabelled(
 
 def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | None) -> Tensor:
     chosen = backends.choose(spec, problem, backend, _obstacle(spec, problem, own))
+    unmade = problem.x if isinstance(problem.x, Product) else None
+    if unmade is not None and chosen != "cpu":
+        problem, unmade = problem._replace(x=unmade.made()), None
     if chosen == "reference":
         return run_reference(spec, problem, own)
     assert spec.pack is not None and spec.kernel is not None
@@ -98,7 +102,7 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
         problem.reduction,
         problem.normalizer,
     )
-    return fused(call, problem)
+    return fused(call, problem) if unmade is None else fused_product(call, unmade)
 
 
 def _obstacle(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> str | None:

@@ -83,12 +83,12 @@ def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
     return _forward(call, x, new_saved(call, x).zero_() if save else None, None)
 
 
-def forward_ahead(call: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss, what backward needs and, where it can be known so early, the gradient for an upstream gradient of 1.
+def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, what backward needs and, where it can be known so early, the gradient for an upstream gradient of 1; into `out`.
 
     Writing it while the logits are in the cache saves backward from reading them again.
     """
-    gradient = pool.new_gradient(x) if _is_known_early(call) else None
+    gradient = (pool.new_gradient(x) if out is None else out) if is_known_early(call) else None
     return *_forward(call, x, new_saved(call, x), gradient), gradient  # type: ignore[return-value]
 
 
@@ -113,7 +113,8 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | N
     return result
 
 
-def _is_known_early(call: Call) -> bool:
+def is_known_early(call: Call) -> bool:
+    """May forward write the gradient for an upstream gradient of 1?"""
     forbidden_by = _LOSSES[call.kernel][2]  # -1: nothing, -2: anything, else the number of a scalar
     return call.reduction in ("mean", "sum") and (forbidden_by == -1 or (forbidden_by >= 0 and not call.scalars[forbidden_by]))
 

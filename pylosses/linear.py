@@ -2,7 +2,8 @@
 
     x = h W^T + b          L = loss(x, y)
 
-In this version the logits are computed and stored by `torch.nn.functional.linear`, then handed to the row loss.
+On the CPU the logits are made, used and forgotten a block of rows at a time (linear_fused.py). The reference, torch.compile and
+torch.func store them all.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import losses
+from . import check, losses
 from .check import ACCUMULATE
-from .losses._own import full_precision
+from .linear_fused import WORKSPACE, product
 from .losses.cross_entropy import cross_entropy
 from .losses.hem import hem_loss
 from .module import module_of
@@ -30,18 +30,15 @@ def reference(
     *,
     loss: Callable[..., Tensor],
     linear_bias: Tensor | None = None,
+    workspace: int = WORKSPACE,
     backend: str | None = "reference",
     **arguments: Any,
 ) -> Tensor:
-    """`loss` of the stored logits; all losses of this file are this with one of the row losses."""
+    """`loss` of the layer's output; all losses of this file are this with one of the row losses."""
     _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
-    dtype = torch.float64 if torch.float64 in (input.dtype, linear_weight.dtype) else torch.float32
-    with full_precision(input):
-        bias = None if linear_bias is None else linear_bias.to(dtype)
-        logits = torch.nn.functional.linear(input.to(dtype), linear_weight.to(dtype), bias)
-    if input.dim() > 2:  # the row losses have the classes second
-        logits = logits.movedim(-1, 1)
-        target = target.movedim(-1, 1) if target.is_floating_point() else target
+    logits = product(input, linear_weight, linear_bias, check.integer("workspace", workspace, least=0))
+    if input.dim() > 2 and target.is_floating_point():  # the row losses have the classes second
+        target = target.movedim(-1, 1)
     return loss(logits, target, backend=backend, **arguments)
 
 
@@ -103,13 +100,15 @@ def linear_cross_entropy(
     bias: Tensor | None = None,  # (C)
     normalizer: float | Tensor | None = None,
     check_labels: bool = False,
+    workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's output; a drop-in for `torch.nn.functional.linear_cross_entropy`.
 
     .. math:: L = \mathrm{CE}(h W^\top + b,\ y)
 
-    The logits **are stored** in this version: it saves no memory over a linear layer followed by `cross_entropy`.
+    The logits are **never stored** on the CPU: a block of rows at a time, its logits become its loss and at once its share of
+    the gradients. Besides those, working memory is `workspace`, however many rows there are.
 
     Args:
         input: features :math:`h`.
@@ -123,13 +122,18 @@ def linear_cross_entropy(
         label_smoothing: mass spread uniformly over all C classes.
         options: tunes torch's chunking; accepted so that calls of torch's function work unchanged, and without effect.
         sample_weight, temperature, softcap, z_loss, bias, normalizer, check_labels: as in `cross_entropy`.
-        backend: of the row loss, as in `cross_entropy`.
+        workspace: bytes of memory for a block of rows on the CPU. A block has at least 16 rows, whatever they take: with very
+            many classes that may be more than `workspace`.
+        backend: "cpu" makes the logits block by block, "reference" stores them; None picks.
 
     **Convention**
 
     - the value and everything unsaid is `cross_entropy` of ``torch.nn.functional.linear(input, linear_weight, linear_bias)``.
     - logits are float32 for half precision too, also under autocast, or float64 if `input` or `linear_weight` is; so is the
       loss. Their dtypes may differ; each gradient has the dtype of its tensor.
+    - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
+      With ``reduction="none"``, and for a second backward, the logits are made again.
+    - on the CPU the features of ignored rows are never read. torch.compile, torch.func and other devices store the logits.
     - `linear_weight` is (C, D) alone; torch's (C, d1, ..., D) form is not taken.
     - the module takes `linear_weight` in each call; torch's module owns one.
 
@@ -143,7 +147,7 @@ def linear_cross_entropy(
         input, linear_weight, target, loss=cross_entropy, linear_bias=linear_bias, weight=weight, reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index, label_smoothing=label_smoothing,
         sample_weight=sample_weight, temperature=temperature, softcap=softcap, z_loss=z_loss, bias=bias, normalizer=normalizer,
-        check_labels=check_labels, backend=backend,
+        check_labels=check_labels, workspace=workspace, backend=backend,
     )  # fmt: skip
 
 
@@ -165,13 +169,14 @@ def linear_hem_loss(
     reduction: str = "above_zero",
     normalizer: float | Tensor | None = None,
     check_labels: bool = False,
+    workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> Tensor:
     r"""High error margin loss of a linear layer's output.
 
     .. math:: L = \mathrm{HEM}(h W^\top + b,\ y)
 
-    The logits **are stored** in this version: it saves no memory over a linear layer followed by `hem_loss`.
+    The logits are **never stored** on the CPU, and rows without a loss cost no gradient: see `linear_cross_entropy`.
 
     Args:
         input: features :math:`h`.
@@ -180,7 +185,7 @@ def linear_hem_loss(
         linear_bias: bias :math:`b` of the layer.
         margin, power, delta, margin_index, threshold, above_zero: as in `hem_loss`.
         weight, sample_weight, ignore_index, reduction, normalizer, check_labels: as in `cross_entropy`.
-        backend: of the row loss, as in `cross_entropy`.
+        workspace, backend: as in `linear_cross_entropy`.
 
     **Convention**: as `linear_cross_entropy`, with `hem_loss` in place of `cross_entropy`.
 
@@ -193,7 +198,8 @@ def linear_hem_loss(
     return reference(
         input, linear_weight, target, loss=hem_loss, linear_bias=linear_bias, margin=margin, power=power, delta=delta,
         margin_index=margin_index, threshold=threshold, above_zero=above_zero, weight=weight, sample_weight=sample_weight,
-        ignore_index=ignore_index, reduction=reduction, normalizer=normalizer, check_labels=check_labels, backend=backend,
+        ignore_index=ignore_index, reduction=reduction, normalizer=normalizer, check_labels=check_labels,
+        workspace=workspace, backend=backend,
     )  # fmt: skip
 
 
@@ -204,6 +210,7 @@ def linear_loss(
     *,
     loss: str = "focal",
     linear_bias: Tensor | None = None,  # (C)
+    workspace: int = WORKSPACE,
     backend: str | None = None,
     **loss_arguments: Any,
 ) -> Tensor:
@@ -211,7 +218,7 @@ def linear_loss(
 
     .. math:: L = \mathrm{loss}(h W^\top + b,\ y)
 
-    The logits **are stored** in this version: it saves no memory over a linear layer followed by the loss.
+    The logits are **never stored** on the CPU: see `linear_cross_entropy`.
 
     Args:
         input: features :math:`h`.
@@ -219,7 +226,7 @@ def linear_loss(
         target: class indices shaped like `input` without its last dimension, or what else the loss takes.
         loss: name of a loss with labels in `pylosses.LOSSES`, of family "softmax" or "margin".
         linear_bias: bias :math:`b` of the layer.
-        backend: of the row loss, as in `cross_entropy`.
+        workspace, backend: as in `linear_cross_entropy`.
         loss_arguments: the keyword arguments of that loss; `weight` are class weights.
 
     **Convention**: as `linear_cross_entropy`, with the named loss in place of `cross_entropy`.
@@ -231,8 +238,9 @@ def linear_loss(
     tensor(0.0109)
     """
     return reference(
-        input, linear_weight, target, loss=_row_loss(loss), linear_bias=linear_bias, backend=backend, **loss_arguments
-    )
+        input, linear_weight, target, loss=_row_loss(loss), linear_bias=linear_bias, workspace=workspace, backend=backend,
+        **loss_arguments,
+    )  # fmt: skip
 
 
 def _row_loss(name: str) -> Callable[..., Tensor]:
@@ -256,6 +264,8 @@ register(
         family="linear",
         inputs="own",
         reference=reference,
+        kernel=LOSSES["cross_entropy"].kernel,
+        pack=LOSSES["cross_entropy"].pack,
         drivers=("linear",),
         samples=({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "weight": PerClass(0.2, 2.0)}),
         paper="Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models",
@@ -269,6 +279,8 @@ register(
         family="linear",
         inputs="own",
         reference=reference,
+        kernel=LOSSES["hem"].kernel,
+        pack=LOSSES["hem"].pack,
         drivers=("linear",),
         samples=({}, {"margin": PerClass(0.2, 2.0), "power": 0.5}),
         paper="A Margin-Based Replacement for Cross-Entropy Loss, eq. (1)-(2)",
@@ -283,6 +295,8 @@ register(
         family="linear",
         inputs="own",
         reference=reference,
+        kernel=LOSSES["focal"].kernel,  # of the default; others use their own
+        pack=LOSSES["focal"].pack,
         drivers=("linear",),
         samples=({"loss": "focal", "gamma": 2.0}, {"loss": "hem", "margin": 0.5}),
         paper="of the named loss",
