@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DTYPES, IGNORE, LABELLED, NAN, arguments_of, name_of
-from test_memory import allocations, peak, reset_peak, resident
+from resident import allocations, peak, reset_peak, resident
 from tolerance import agree, close
 from torch import Tensor
 

@@ -50,7 +50,7 @@ def test_second_backward_is_the_same(spec, sample, backend):
     x = c.inputs[0].clone().requires_grad_()
     loss = getattr(pylosses, spec.function)(x, *c.inputs[1:], backend=backend, **c.arguments)
     first, second = (torch.autograd.grad(loss, x, torch.tensor(3.0), retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
+    close("the same upstream gradient", second, first, rtol=1e-6)  # the first may have been written in forward
     (third,) = torch.autograd.grad(loss, x, torch.tensor(1.5))
     close("half the upstream gradient", 2 * third, first, rtol=1e-6)
 

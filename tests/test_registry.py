@@ -132,7 +132,7 @@ def test_public_names_are_the_promise():
     """pylosses exports the promised names, the backends' functions and the table; no helper slipped out."""
     public = {n for n in vars(pylosses) if not n.startswith("_")}
     promised = set(API) | {m for m, _, _ in API.values() if m} | {"ConfidenceScores"}
-    tools = {"functional", "backends", "use_backend", "BackendError", "LOSSES", "LossSpec"}
+    tools = {"functional", "backends", "use_backend", "BackendError", "use_pool", "clear_pool", "LOSSES", "LossSpec"}
     submodules = {n for n in public if inspect.ismodule(getattr(pylosses, n))}
     assert public - submodules == (promised | tools) - submodules, (public - submodules) ^ (promised | tools)
 

@@ -27,7 +27,7 @@ def elsewhere(*arguments: str, **environment: str) -> dict:
     command = [sys.executable, str(LOAD), *arguments]
     process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         pytest.fail(f"load.py {' '.join(arguments)} hangs", pytrace=False)
     finally:
@@ -80,18 +80,32 @@ def test_python_threads_at_once(count, threads):
 
 
 def test_threads_on_the_same_logits(threads):
-    """Eight threads read the same logits, and one graph is walked backward by all of them."""
+    """Eight threads read the same logits; then all of them walk one graph backward, and each gets a gradient of its own.
+
+    One of them may get the gradient that forward wrote, the others compute theirs: two roundings, but no third.
+    """
     threads(2)
     for name in PROBLEMS:
         c = load.problems()[name]
         alone = load.bits(run(c, "cpu"))
         with ThreadPoolExecutor(8) as pool:
             assert {load.bits(r) for r in pool.map(lambda _, c=c: run(c, "cpu"), range(8))} == {alone}
-        x = c.inputs[0].clone().requires_grad_()
-        loss = getattr(pylosses, c.spec.function)(x, *c.inputs[1:], backend="cpu", **c.arguments)
+
+        def graph(c=c) -> tuple[torch.Tensor, torch.Tensor]:
+            x = c.inputs[0].clone().requires_grad_()
+            return getattr(pylosses, c.spec.function)(x, *c.inputs[1:], backend="cpu", **c.arguments), x
+
+        def grad(of: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return torch.autograd.grad(*of, retain_graph=True)[0]
+
+        once = graph()
+        in_turn = {load.bits(Result(once[0].detach(), (grad(once),))) for _ in range(3)}
+        assert alone in in_turn and len(in_turn) <= 2, name
+        shared = graph()
         with ThreadPoolExecutor(8) as pool:
-            grads = list(pool.map(lambda _, a=(loss, x): torch.autograd.grad(*a, retain_graph=True)[0], range(8)))
-        assert {load.bits(Result(loss.detach(), (g,))) for g in grads} == {alone}
+            grads = list(pool.map(lambda _, of=shared, grad=grad: grad(of), range(8)))
+        assert {load.bits(Result(shared[0].detach(), (g,))) for g in grads} <= in_turn, name
+        assert len({g.data_ptr() for g in grads}) == 8, f"{name}: two threads were given one gradient"
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -8,6 +8,12 @@
 #include <string>
 #include <vector>
 
+#if defined(_OPENMP) && defined(__unix__) && __GNUC__ >= 9
+#include <omp.h>
+#include <pthread.h>
+#define PYL_PAUSE_BEFORE_FORK
+#endif
+
 #include "cpu/pool.h"
 #include "cpu/problem.h"
 #include "losses/list.h"
@@ -123,6 +129,15 @@ Problem describe(PYL_SHARED) {
   return p;
 }
 
+// A thread that forks is alone in the child, where libgomp would wait for ever for the other threads of its pool, in our
+// kernels and in torch's operations: it is one libgomp. So the pool is let go before a fork; whoever needs threads next starts
+// new ones.
+void survive_fork() {
+#if defined(PYL_PAUSE_BEFORE_FORK)
+  pthread_atfork([] { omp_pause_resource_all(omp_pause_soft); }, nullptr, nullptr);
+#endif
+}
+
 Pool pool;
 
 // Memory from the pool under Python's buffer protocol; it goes back when the last tensor on it dies.
@@ -176,6 +191,7 @@ py::dict losses() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of pylosses. Called by pylosses/cpu.py with pointers that it has checked.";
   chosen = choose();
+  survive_fork();
   m.def("isa", [] { return std::string(chosen.name); }, "The instruction set in use.");
   m.def(
       "isas",
