@@ -78,7 +78,7 @@ class Fused(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return Once.apply(x, grad, saved, ctx.call), None
         kernels = KERNELS[ctx.call.backend]
-        # Handed out once: it is the caller's then. A second backward, also one at the same time, finds none and computes its own.
+        # Handed out once: it is the caller's then. A second backward, or one at the same time, finds none and computes its own.
         gradient = ctx.__dict__.pop("ahead", None)
         if gradient is None:
             return kernels.backward(ctx.call, x, saved, grad), None
