@@ -17,6 +17,7 @@ from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 from .adr import adr_rows, regularizer_arguments, regularizer_scalars, too_many
 from .cross_entropy import cross_entropy_arguments
+from .cross_entropy import pack as cross_entropy_pack
 from .cross_entropy import reference as cross_entropy_reference
 
 
@@ -31,16 +32,18 @@ def reference(
 def pack(
     problem: Problem,
     *,
+    top: int,
     gamma: float,
-    label_smoothing: float,
-    temperature: float,
-    softcap: float | None,
-    z_loss: float,
-    bias: Tensor | None,
-    **adr: Any,
+    phi: str,
+    scope: str,
+    norm: str,
+    form: str,
+    detach_phi: bool,
+    **cross_entropy: Any,
 ) -> Pack:
-    ce = label_smoothing, temperature, softcap or 0.0, z_loss
-    return Pack((*ce, gamma, *regularizer_scalars(problem, **adr)), shift=bias)
+    ce = cross_entropy_pack(problem, **cross_entropy)
+    adr = regularizer_scalars(problem, top=top, phi=phi, scope=scope, norm=norm, form=form, detach_phi=detach_phi)
+    return ce._replace(scalars=(*ce.scalars, gamma, *adr))
 
 
 def cross_entropy_adr(

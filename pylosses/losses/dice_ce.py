@@ -18,6 +18,7 @@ from ..module import module_of
 from ..reduce import reduce
 from ..spec import LossSpec, Pack, PerClass, register
 from .cross_entropy import cross_entropy_arguments
+from .cross_entropy import pack as cross_entropy_pack
 from .cross_entropy import reference as cross_entropy_rows
 from .dice import reference as dice_reference
 from .dice import region_arguments, region_scalars
@@ -52,15 +53,15 @@ def pack(
     *,
     dice_weight: float,
     ce_weight: float,
-    label_smoothing: float,
-    temperature: float,
-    softcap: float | None,
-    z_loss: float,
-    bias: Tensor | None,
-    **region: Any,
+    smooth: float,
+    over: str,
+    absent: str,
+    sample_weight: Tensor | None,
+    reduction: str,
+    **cross_entropy: Any,
 ) -> Pack:
-    ce = label_smoothing, temperature, softcap or 0.0, z_loss
-    return Pack((*ce, dice_weight, ce_weight, *region_scalars(**region)), shift=bias)
+    ce = cross_entropy_pack(problem, **cross_entropy)
+    return ce._replace(scalars=(*ce.scalars, dice_weight, ce_weight, *region_scalars(smooth=smooth, over=over, absent=absent)))
 
 
 def dice_ce_loss(
