@@ -36,21 +36,26 @@ class Call(NamedTuple):
         return self.y, self.soft, self.weight, self.shift, self.factor, self.sample_weight
 
 
-#: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), new_saved(call, x)
-#: and, where forward can write the gradient too, forward_ahead(call, x) -> (loss, saved, gradient or None)
+#: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), new_saved(call, x),
+#: loss_shape(call, x) and, where forward can write the gradient too, forward_ahead(call, x) -> (loss, saved, gradient or None)
 KERNELS: dict[str, Any] = {"cpu": cpu}
 
 
 def fused(call: Call, problem: Problem) -> Tensor:
     """The reduced loss of `call` on the problem's logits, differentiable once."""
     x = problem.x
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active():
+    if not is_plain(x):
         from .compile import traced
 
         return traced(call, x)
     if x.requires_grad and torch.is_grad_enabled():
         return Fused.apply(x, call)
     return KERNELS[call.backend].forward(call, x, False)[0]
+
+
+def is_plain(x: Tensor) -> bool:
+    """Is this an ordinary eager call on an ordinary tensor, whose memory a kernel may read at once?"""
+    return not (torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active())
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .autograd import KERNELS, Call, twice
-from .check import ACCUMULATE, label_shape
+from .check import ACCUMULATE
 
 _INPUTS = (
     "Tensor x, Tensor? y, Tensor? soft, Tensor? weight, Tensor? shift, Tensor? factor, Tensor? sample_weight, "
@@ -41,8 +41,8 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("pylosses::forward")
 def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
-    loss = x.new_empty(label_shape(x.shape) if call.reduction == "none" else (), dtype=ACCUMULATE[x.dtype])
-    return loss, KERNELS[call.backend].new_saved(call, x)
+    kernels = KERNELS[call.backend]
+    return x.new_empty(kernels.loss_shape(call, x), dtype=ACCUMULATE[x.dtype]), kernels.new_saved(call, x)
 
 
 @torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")

@@ -30,7 +30,7 @@ pool.attach(_cpu)
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _INDEX = {torch.uint8: 0, torch.int16: 1, torch.int32: 2, torch.int64: 3}
 _REDUCTION = {"none": 0, "sum": 1, "mean": 2, "above_zero": 3}
-_LOSSES: dict[str, tuple[int, int, int]] = {} if _cpu is None else _cpu.losses()  # see csrc/losses/list.h
+_LOSSES: dict[str, tuple[int, int, int, str]] = {} if _cpu is None else _cpu.losses()  # see csrc/losses/list.h
 
 
 def isa() -> str:
@@ -94,7 +94,7 @@ def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Ten
 
 def _forward(call: Call, x: Tensor, saved: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
     shape = x.shape
-    loss = torch.empty(label_shape(shape) if call.reduction == "none" else (), dtype=ACCUMULATE[x.dtype])
+    loss = torch.empty(loss_shape(call, x), dtype=ACCUMULATE[x.dtype])
     stride = () if gradient is None else gradient.stride()
     bad = _cpu.forward(*_description(call, x), loss.data_ptr(), _pointer(saved), _pointer(gradient), stride)
     if bad >= 0:
@@ -113,18 +113,54 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | N
     return result
 
 
+def scores(x: Tensor, temperature: float, gamma: float, most: int) -> tuple[Tensor, ...]:
+    """The fields of `ConfidenceScores`, shaped like labels of x; `most` classes enter gen."""
+    shape = label_shape(x.shape)
+    found = [torch.empty(shape, dtype=ACCUMULATE[x.dtype]) for _ in range(5)]
+    found.append(torch.empty(shape, dtype=torch.int64))
+    pointers = [score.data_ptr() for score in found]
+    classes = x.shape[1] if x.dim() > 1 else x.shape[0]
+    logits = _DTYPE[x.dtype], x.data_ptr(), x.shape, x.stride()
+    _cpu.scores(*logits, torch.get_num_threads(), temperature, gamma, min(most, classes), pointers)
+    return tuple(found)
+
+
 def is_known_early(call: Call) -> bool:
     """May forward write the gradient for an upstream gradient of 1?"""
     forbidden_by = _LOSSES[call.kernel][2]  # -1: nothing, -2: anything, else the number of a scalar
     return call.reduction in ("mean", "sum") and (forbidden_by == -1 or (forbidden_by >= 0 and not call.scalars[forbidden_by]))
 
 
+def _is_region(call: Call) -> bool:
+    return _LOSSES[call.kernel][3] == "region"
+
+
+def _by_image(call: Call) -> bool:
+    """Of a region loss: is each image an area of its own? Its scalars end with those of dice.py."""
+    return call.scalars[-2] != 0
+
+
+def loss_shape(call: Call, x: Tensor) -> torch.Size:
+    """The shape of the loss: that of the labels with reduction "none", or one number a class for a region loss."""
+    if call.reduction != "none":
+        return torch.Size()
+    if not _is_region(call):
+        return label_shape(x.shape)
+    classes = x.shape[1:2] if x.dim() > 1 else x.shape
+    return torch.Size((x.shape[0] if x.dim() > 1 else 1, *classes)) if _by_image(call) else classes
+
+
 def new_saved(call: Call, x: Tensor) -> Tensor:
-    """Bytes for what backward needs: two divisors, K statistics of every row, the margin family's bits."""
+    """Bytes for what backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
     classes = x.shape[1 if x.dim() > 1 else 0]
     rows = x.numel() // classes
     size = (2 + rows * _LOSSES[call.kernel][1]) * ACCUMULATE[x.dtype].itemsize
     if call.kernel == "hem":
         # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
         size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)
+    if _is_region(call):
+        areas: Any = 1
+        if _by_image(call) and x.dim() > 1:  # images of fewer than 64 rows save nothing, see csrc/cpu/region.h
+            areas = torch.sym_min(x.shape[0], rows // 64 + 1)
+        size += 8 + 16 * areas * classes
     return x.new_empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned

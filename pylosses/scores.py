@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, cpu
+from .autograd import is_plain
 from .backends import choose
 from .spec import LossSpec, register
 
@@ -78,7 +79,8 @@ def confidence_scores(
         temperature: :math:`T` of the energy, above 0; the other scores have none.
         gen_gamma: exponent of the generalized entropy, above 0.
         gen_m: how many of the largest probabilities it takes, at least 1; all when it exceeds C.
-        backend: "reference" or None; others raise with the reason.
+        backend: "cpu", "reference" or None; others raise with the reason. Where a gradient is wanted, or the call is traced,
+            None is "reference".
 
     Returns:
         `ConfidenceScores` with `msp`, `mls`, `energy`, `gen`, `neg_entropy` and `prediction`, each shaped like labels of
@@ -104,10 +106,20 @@ def confidence_scores(
     temperature = check.number("temperature", temperature, above=0.0)
     gen_gamma = check.number("gen_gamma", gen_gamma, above=0.0)
     gen_m = check.integer("gen_m", gen_m, least=1)
-    choose(SPEC, problem, backend, None)
+    if choose(SPEC, problem, backend, _obstacle(input)) == "cpu":
+        return ConfidenceScores(*cpu.scores(input, temperature, gen_gamma, gen_m))
     x = (input.movedim(1, -1) if input.dim() > 2 else input).reshape(-1, problem.classes).to(problem.dtype)
     scores = reference(x, temperature=temperature, gen_gamma=gen_gamma, gen_m=gen_m)
     return ConfidenceScores(*(score.reshape(problem.shape) for score in scores))
+
+
+def _obstacle(input: Tensor) -> str | None:
+    """Why the scores of this input are none for a fused kernel, or None."""
+    if not is_plain(input):
+        return "the scores of a traced tensor, or of a tensor subclass, are computed by the reference backend"
+    if input.requires_grad and torch.is_grad_enabled():
+        return "input requires a gradient, which only the reference backend computes for scores"
+    return None
 
 
 SPEC = register(

@@ -99,16 +99,23 @@ Layout layout(const Sizes& shape, const Sizes& stride) {
   loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
       scalars, reduction, normalizer, threads
 
-Problem describe(PYL_SHARED) {
+Problem describe_logits(int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, int threads) {
   Problem p{};
-  p.loss = loss;
   p.dtype = static_cast<Dtype>(dtype);
   p.classes = shape.size() == 1 ? shape[0] : shape[1];
+  p.images = shape.size() == 1 ? 1 : shape[0];
   p.rows = 1;
   for (size_t d = 0; d < shape.size(); ++d)
     if (shape.size() > 1 && d != 1) p.rows *= shape[d];
   p.x = reinterpret_cast<const void*>(x);
   p.x_layout = layout(shape, stride);
+  p.threads = threads;
+  return p;
+}
+
+Problem describe(PYL_SHARED) {
+  Problem p = describe_logits(dtype, x, shape, stride, threads);
+  p.loss = loss;
   p.y = reinterpret_cast<const void*>(y);
   p.y_type = static_cast<Index>(y_type);
   p.ignore_index = ignore_index;
@@ -125,7 +132,6 @@ Problem describe(PYL_SHARED) {
   for (size_t i = 0; i < scalars.size(); ++i) p.scalars[i] = scalars[i];
   p.reduction = static_cast<Reduction>(reduction);
   p.normalizer = normalizer;
-  p.threads = threads;
   return p;
 }
 
@@ -177,11 +183,28 @@ void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, c
   chosen.kernels->backward(p);
 }
 
+void scores(int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, int threads, double temperature, double gamma,
+            int64_t most, const std::vector<uintptr_t>& out) {
+  Problem p = describe_logits(dtype, x, shape, stride, threads);
+  auto to = [&](size_t i) { return reinterpret_cast<void*>(out.at(i)); };
+  Scores k{temperature, gamma, most, to(0), to(1), to(2), to(3), to(4), static_cast<int64_t*>(to(5))};
+  p.loss = -1;  // none
+  py::gil_scoped_release unlocked;
+  chosen.kernels->scores(p, k);
+}
+
 py::dict losses() {
   py::dict table;
   int id = 0;
-#define PYL_ENTRY(name, saved, ahead) table[#name] = py::make_tuple(id++, saved, ahead);
-  PYL_LOSSES(PYL_ENTRY)
+#define PYL_ENTRY(name, saved, ahead) table[#name] = py::make_tuple(id++, saved, ahead, family);
+  const char* family = "softmax";
+  PYL_SOFTMAX_LOSSES(PYL_ENTRY)
+  family = "margin";
+  PYL_MARGIN_LOSSES(PYL_ENTRY)
+  family = "entropy";
+  PYL_ENTROPY_LOSSES(PYL_ENTRY)
+  family = "region";
+  PYL_REGION_LOSSES(PYL_ENTRY)
 #undef PYL_ENTRY
   return table;
 }
@@ -208,9 +231,10 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_pool_limit", [](size_t bytes) { pool.set_limit(bytes); }, "Bytes that released gradients may hold.");
   m.def("clear_pool", [] { pool.clear(); }, "Free what the pool holds.");
   m.def("pool_held", [] { return pool.held(); }, "Bytes that the pool holds now.");
-  m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead) of every formula, see losses/list.h.");
+  m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead, family) of every formula, see losses/list.h.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");
+  m.def("scores", &scores, "Confidence scores of every row.");
 }
 
 }  // namespace pylosses

@@ -12,6 +12,8 @@
 #include "losses/logit_norm.h"
 #include "losses/hem.h"
 #include "losses/entropy.h"
+#include "losses/dice.h"
+#include "losses/dice_ce.h"
 
 namespace PYL_ISA {
 
@@ -44,6 +46,7 @@ inline Family family_of(int loss) {
   switch (loss) {
     PYL_MARGIN_LOSSES(PYL_CASE) return Family::margin;
     PYL_ENTROPY_LOSSES(PYL_CASE) return Family::entropy;
+    PYL_REGION_LOSSES(PYL_CASE) return Family::region;
   }
 #undef PYL_CASE
   return Family::softmax;
@@ -58,6 +61,8 @@ inline int saved_by(int loss) {
 #undef PYL_CASE
   return 0;
 }
+// Does a loss have cross-entropy's numbers, own = (smoothing, temperature, softcap, z-loss, ...), and its row of logits?
+inline bool has_cross_entropy(int loss) { return loss == id_cross_entropy || loss == id_dice_ce; }
 inline bool label_free(int loss) { return family_of(loss) == Family::entropy; }
 
 // Calls f(labels) with the labels' own type.
@@ -112,7 +117,7 @@ struct Context {
         stats(p.saved ? divisors + 2 : nullptr) {
     for (int i = 0; i < kMaxScalars; ++i) k.own[i] = static_cast<T>(p.scalars[i]);
     double sum = static_cast<double>(p.classes);
-    if (weight && p.loss == id_cross_entropy && p.scalars[0] > 0) {  // smoothing alone asks for it
+    if (weight && has_cross_entropy(p.loss) && p.scalars[0] > 0) {  // smoothing alone asks for it
       sum = 0;
       for (int64_t j = 0; j < p.classes; ++j) sum += weight[j];
     }
@@ -154,7 +159,10 @@ struct Context {
   // Writes the reduced loss and the divisors that backward needs.
   void finish(const Partial& sums) const {
     if (divisors) divisors[0] = divisors[1] = 1;
-    if (p.reduction == Reduction::none) return;
+    if (p.reduction != Reduction::none) *out = static_cast<T>(reduced(sums));
+  }
+  // The reduced loss of rows; keeps its divisors.
+  double reduced(const Partial& sums) const {
     double mass = sums.mass, extra_mass = sums.extra_mass;
     if (p.normalizer >= 0) mass = extra_mass = p.normalizer;
     if (p.reduction == Reduction::sum) mass = extra_mass = 1;
@@ -162,14 +170,14 @@ struct Context {
       divisors[0] = static_cast<T>(mass);
       divisors[1] = static_cast<T>(extra_mass);
     }
-    *out = static_cast<T>(divide(sums.sum, mass) + divide(sums.extra, extra_mass));
+    return divide(sums.sum, mass) + divide(sums.extra, extra_mass);
   }
   static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
   // The factor that the gradients of all rows share, and the share of the main term where the z-term has another divisor.
   void set_base(double g, double mass, double extra_mass) {
     double main = mass > 0 ? 1 / mass : 0, extra = extra_mass > 0 ? 1 / extra_mass : 0;
-    bool z = p.loss == id_cross_entropy && p.scalars[3] > 0;
+    bool z = has_cross_entropy(p.loss) && p.scalars[3] > 0;
     base = g * (z ? extra : main);
     if (z) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
   }
@@ -184,6 +192,8 @@ struct Context {
   bool ahead() const { return out && p.grad; }
   // The margin family's kept classes, one bit each, after the statistics.
   uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_by(p.loss) * p.rows); }
+  // The region family's numbers of classes, there too: saved numbers of a row are even in number, doubles stay aligned.
+  double* after_rows() const { return reinterpret_cast<double*>(stats + saved_by(p.loss) * p.rows); }
   T upstream(int64_t row, const RowWeights<T>& w) const {
     double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
     return static_cast<T>(g * w.s);
@@ -204,26 +214,28 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
 };
 
-// Runs body(tools, first row, last row, sums) on every chunk: contiguous chunks to each thread, small problems on one. Each
-// thread makes its tools, the buffers of a driver, once.
-template <class M, class F>
-void for_chunks(const Problem& p, int64_t chunk_rows, int64_t numbers_a_row, Partial* total, M make_tools, F body) {
-  int64_t chunks = (p.rows + chunk_rows - 1) / chunk_rows;
-  Partial one;
-  Scratch<Partial> many(total && chunks > 1 ? chunks : 1);
-  Partial* sums = chunks > 1 ? many.data : &one;
+// How many threads a problem is worth.
+inline int64_t threads_for(const Problem& p, int64_t numbers_a_row) {
   constexpr int64_t worth_a_thread = 16384;  // numbers: below, waking a thread costs more than it brings
   int64_t threads = p.rows * numbers_a_row / worth_a_thread;
   threads = threads < 1 ? 1 : threads;
-  threads = threads > p.threads ? p.threads : threads;
-  threads = threads > chunks ? (chunks ? chunks : 1) : threads;
+  return threads > p.threads ? p.threads : threads;
+}
+
+// Runs body(tools, piece, sums) on every piece of the work: contiguous pieces to each thread. Each thread makes its tools, the
+// buffers of a driver, once.
+template <class M, class F>
+void for_pieces(int64_t pieces, int64_t threads, Partial* total, M make_tools, F body) {
+  Partial one;
+  Scratch<Partial> many(total && pieces > 1 ? pieces : 1);
+  Partial* sums = pieces > 1 ? many.data : &one;
+  threads = threads > pieces ? (pieces ? pieces : 1) : threads;
   auto work = [&](int64_t t, int64_t n) {
     auto tools = make_tools();
-    for (int64_t c = chunks * t / n; c < chunks * (t + 1) / n; ++c) {
-      int64_t end = (c + 1) * chunk_rows;
+    for (int64_t piece = pieces * t / n; piece < pieces * (t + 1) / n; ++piece) {
       Partial mine;
-      body(tools, c * chunk_rows, end < p.rows ? end : p.rows, mine);
-      if (total) sums[c] = mine;
+      body(tools, piece, mine);
+      if (total) sums[piece] = mine;
     }
   };
 #if defined(_OPENMP)
@@ -234,7 +246,17 @@ void for_chunks(const Problem& p, int64_t chunk_rows, int64_t numbers_a_row, Par
 #endif
     work(0, 1);
   if (total)
-    for (int64_t c = 0; c < chunks; ++c) total->add(sums[c]);
+    for (int64_t piece = 0; piece < pieces; ++piece) total->add(sums[piece]);
+}
+
+// Runs body(tools, first row, last row, sums) on every chunk of rows, small problems on one thread.
+template <class M, class F>
+void for_chunks(const Problem& p, int64_t chunk_rows, int64_t numbers_a_row, Partial* total, M make_tools, F body) {
+  int64_t chunks = (p.rows + chunk_rows - 1) / chunk_rows;
+  for_pieces(chunks, threads_for(p, numbers_a_row), total, make_tools, [&](auto& tools, int64_t chunk, Partial& sums) {
+    int64_t end = (chunk + 1) * chunk_rows;
+    body(tools, chunk * chunk_rows, end < p.rows ? end : p.rows, sums);
+  });
 }
 template <class M, class F>
 void for_chunks(const Problem& p, int64_t chunk_rows, Partial* total, M make_tools, F body) {

@@ -6,6 +6,8 @@
 #include "cpu/pixelwise_softmax.h"
 #include "cpu/pixelwise_entropy.h"
 #include "cpu/pixelwise_margin.h"
+#include "cpu/region.h"
+#include "cpu/scores.h"
 
 namespace PYL_ISA {
 
@@ -33,6 +35,9 @@ int64_t forward_as(const Problem& p) {
     case Family::entropy:
       pixels ? pixels_entropy_forward(c, total) : entropy_forward(c, total);
       break;
+    case Family::region:  // it reduces classes, not rows
+      pixels ? region_forward<RegionTiles<T>>(c) : region_forward<RegionRows<T>>(c);
+      return -1;
   }
   c.finish(total);
   return -1;
@@ -52,13 +57,25 @@ void backward_as(const Problem& p) {
     case Family::entropy:
       pixels ? pixels_entropy_backward(c) : entropy_backward(c);
       break;
+    case Family::region:
+      pixels ? region_backward<RegionTiles<T>>(c) : region_backward<RegionRows<T>>(c);
+      break;
   }
+}
+
+template <class T>
+void scores_as(const Problem& p, const Scores& k) {
+  Context<T> c(p);
+  across_rows(p) ? pixels_scores(c, k) : rows_scores(c, k);
 }
 
 static int64_t forward(const Problem& p) { return p.dtype == Dtype::f64 ? forward_as<double>(p) : forward_as<float>(p); }
 static void backward(const Problem& p) { p.dtype == Dtype::f64 ? backward_as<double>(p) : backward_as<float>(p); }
+static void scores(const Problem& p, const Scores& k) {
+  p.dtype == Dtype::f64 ? scores_as<double>(p, k) : scores_as<float>(p, k);
+}
 
 extern const Kernels kernels;
-const Kernels kernels{forward, backward};
+const Kernels kernels{forward, backward, scores};
 
 }  // namespace PYL_ISA

@@ -101,9 +101,12 @@ struct Tile {
 
   // Makes the (mapped) logits of the tile available to u().
   void read() {
+    read_raw();
+    if (!map.identity()) apply_map();
+  }
+  void read_raw() {
     x_at.find(c.p.x_layout, begin, rows);
     copy(c.p.dtype, c.p.x, c.p.x_layout, x_at, tile.data);
-    if (!map.identity()) apply_map();
   }
   void copy(Dtype dtype, const void* base, const Layout& l, const Places& at, T* out) const {
     for (int64_t j = 0; j < c.p.classes; ++j, out += stride) {

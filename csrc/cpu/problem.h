@@ -7,7 +7,7 @@ namespace pylosses {
 enum class Dtype : int { f32, bf16, f16, f64 };
 enum class Index : int { u8, i16, i32, i64 };
 enum class Reduction : int { none, sum, mean, above_zero };
-enum class Family : int { softmax, margin, entropy };
+enum class Family : int { softmax, margin, entropy, region };
 
 constexpr int kMaxDims = 64;  // torch's own limit
 constexpr int kMaxScalars = 16;
@@ -32,7 +32,7 @@ struct Layout {
 struct Problem {
   int loss;
   Dtype dtype;
-  int64_t rows, classes;
+  int64_t rows, classes, images;  // images: the first dimension, 1 for a single row
   const void* x;
   Layout x_layout;
 
@@ -52,17 +52,27 @@ struct Problem {
 
   void* loss_out;  // (rows) or one number, accumulation type
   void* saved;     // two divisors of the mean (with and without class weights), then K x rows statistics, accumulation type,
-                   // then the margin family's bits; null when no gradient will be asked for
+                   // then the margin family's bits, or the region family's doubles (a number of images, two coefficients of
+                   // every image and class); null when no gradient will be asked for
 
   const void* grad_out;  // backward only: (rows) or one number
   void* grad;            // in forward, when given: the gradient is written ahead of backward, for a grad_out of 1
   Layout grad_layout;
 };
 
+// What confidence scores are asked for, and where they go: (rows), accumulation type.
+struct Scores {
+  double temperature, gamma;
+  int64_t most;  // classes of gen
+  void *msp, *mls, *energy, *gen, *neg_entropy;
+  int64_t* prediction;
+};
+
 // One table per instruction set.
 struct Kernels {
   int64_t (*forward)(const Problem&);  // the position of the first bad label, or -1
   void (*backward)(const Problem&);
+  void (*scores)(const Problem&, const Scores&);
 };
 
 }  // namespace pylosses

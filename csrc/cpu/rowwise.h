@@ -70,7 +70,7 @@ struct Map {
 };
 template <class T>
 Map<T> map_of(const Context<T>& c) {
-  if (c.p.loss == id_cross_entropy) return {1 / c.k.own[1], c.k.own[2], c.shift};
+  if (has_cross_entropy(c.p.loss)) return {1 / c.k.own[1], c.k.own[2], c.shift};
   return {1, 0, nullptr};
 }
 

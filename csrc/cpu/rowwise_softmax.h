@@ -104,7 +104,8 @@ struct OnlineSum {
 template <class T>
 struct Exponentials {
   Scratch<T> e, base;
-  explicit Exponentials(const Context<T>& c) : e(c.ahead() ? c.p.classes + Lanes<T>::W : 1), base(c.p.classes / kBlock + 1) {}
+  explicit Exponentials(const Context<T>& c) : Exponentials(c.p.classes, c.ahead()) {}
+  Exponentials(int64_t classes, bool wanted) : e(wanted ? classes + Lanes<T>::W : 1), base(classes / kBlock + 1) {}
   T* block(int64_t j) const { return e.data + j; }
   void set_base(int64_t j, T m) const { base.data[j / kBlock] = m; }
   // e^(base - m) of the block: what turns its exponentials into those relative to m
@@ -180,7 +181,8 @@ template <class T>
 SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, double u_label, T du_label,
                                T x_label, T scale, T mean_x) {
   SoftmaxGradient<T> g;
-  auto result = softmax_formula<T>(c.p.loss, c.k, softmax_row<T>(m, d, u_label, w.w));
+  int formula = has_cross_entropy(c.p.loss) ? static_cast<int>(id_cross_entropy) : c.p.loss;
+  auto result = softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
   g.counts = c.counted(w, result.loss[0] + result.extra[0]);
   g.m = m, g.scale = scale;
   g.slope = up * result.slope[0], g.pull = up * result.pull[0], g.label = up * result.label[0] * du_label;

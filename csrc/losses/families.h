@@ -13,6 +13,12 @@
 //   The formula turns H into a loss, whether the row counts, and dL/dH; the driver writes
 //     dL/dx_j = -slope p_j ((x_j - m) - mu).
 //
+// region: a loss of each class of an area (the batch, or one image), from sums over its rows with sample weights s:
+//     hit_c = sum s [y = c] p_c,      missed_c = sum s [y = c] (1 - p_c),      stray_c = sum s [y != c] p_c.
+//   Nothing cancels in them, be the rows right or wrong. The formula turns RegionClass into a loss and two coefficients; with
+//   q_j = push_j - pull_j [j = y] the driver writes
+//     dL/dx_j = s p_j (q_j - sum_c p_c q_c).
+//
 // Headers are included after the maths of their backend (exp, log1p, ... for V) inside its namespace.
 #pragma once
 
@@ -77,6 +83,16 @@ struct EntropyResult {
   V loss;
   V mass;   // 0 for a row that is filtered out
   V slope;  // dL/dH
+};
+
+struct RegionClass {
+  double hit, missed, stray;
+  bool mass;  // has any row of the area a probability of the class that float64 can tell from 0?
+  bool present() const { return !(hit + missed <= 0); }  // also when a row is NaN
+};
+
+struct RegionResult {
+  double loss, push, pull;
 };
 
 // Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope.
