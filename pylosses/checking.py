@@ -156,19 +156,22 @@ def _severity(outcome: Outcome) -> float:
 def _compare(check: Check, case: Case, dtype: torch.dtype) -> Outcome | None:
     """The worst quantity and kind of row of one case; None when its arguments do not fit its few classes."""
     function = function_of(check.spec)
+    gradient = check.backend == "reference" or check.spec.family != "score"  # kernels give scores, not their gradients
     inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in case.inputs)
     exact = tuple(t.double() if t.is_floating_point() else t for t in inputs)
     try:
-        truth = evaluate(function, exact, case.arguments, "reference")
+        truth = evaluate(function, exact, case.arguments, "reference", gradient)
     except ValueError:
         if case.kinds is not None and case.inputs[0].shape[1] < FEW_CLASSES:
             return None
         raise
     before = tuple(t.clone() for t in inputs)
-    result = evaluate(function, inputs, case.arguments, check.backend)
+    result = evaluate(function, inputs, case.arguments, check.backend, gradient)
     changed = any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(before, inputs, strict=True))
     problem = "the input was modified" if changed else _wrong_dtype(check.spec, result, dtype)
-    plain = result if check.backend == "reference" else evaluate(function, inputs, case.arguments, "reference")
+    plain = result
+    if check.backend != "reference":
+        plain = evaluate(function, inputs, case.arguments, "reference", gradient)
 
     worst: Outcome | None = None
     for quantity, expected in truth.items():
@@ -193,10 +196,10 @@ def _compare(check: Check, case: Case, dtype: torch.dtype) -> Outcome | None:
 
 
 def evaluate(
-    function: Callable[..., Any], inputs: tuple[Tensor, ...], arguments: dict[str, Any], backend: str
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], arguments: dict[str, Any], backend: str, gradient: bool = True
 ) -> dict[str, Tensor]:
-    """Every floating point result of one call and the gradient of every floating point input, by name."""
-    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    """Every floating point result of one call and, if `gradient`, that of every floating point input, by name."""
+    leaves = [t.detach().requires_grad_(gradient) if t.is_floating_point() else t for t in inputs]
     if "backend" in inspect.signature(function).parameters:
         arguments = {**arguments, "backend": backend}
     returned = function(*leaves, **arguments)

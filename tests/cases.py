@@ -309,11 +309,20 @@ def run(case: Case, backend: str | None = "reference", upstream: Tensor | None =
     return Result(loss.detach(), torch.autograd.grad(loss, wanted, up))
 
 
+def finest(case: Case) -> Case:
+    """The case with reduction "none", or "sum" where the terms of a loss have no common "none"."""
+    return case.but(reduction="sum" if case.spec.name == "dice_ce" else "none")
+
+
 def upstream_for(case: Case) -> Tensor:
     """A random upstream gradient for this case's loss, exact in float32."""
     x = case.inputs[0]
-    shape = () if case.arguments.get("reduction", case.spec.default_reduction) != "none" else x.shape[:1] + x.shape[2:]
-    if x.dim() == 1:
+    shape = x.shape[:1] + x.shape[2:] if x.dim() > 1 else ()
+    if case.spec.family == "region":  # losses of classes
+        shape = (case.classes,)
+        if case.arguments.get("over") == "image":
+            shape = (x.shape[0] if x.dim() > 1 else 1, case.classes)
+    if case.arguments.get("reduction", case.spec.default_reduction) != "none":
         shape = ()
     return torch.randn(shape, generator=torch.Generator().manual_seed(11)).double()
 

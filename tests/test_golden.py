@@ -144,12 +144,12 @@ def test_table_1(dtype, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("case", find("scores"), ids=lambda c: c.id)
-def test_scores(case, dtype):
+@pytest.mark.parametrize("backend", backends_of(LOSSES["confidence_scores"]))
+def test_scores(backend, case, dtype):
     x, p = case.inputs["logits"].to(dtype), case.params
-    scores = pylosses.confidence_scores(x, temperature=p["T"], gen_gamma=p["gen_gamma"], gen_m=p["gen_M"])
-    pixels = pylosses.confidence_scores(
-        x.reshape(2, 3, 1, -1).movedim(-1, 1), temperature=p["T"], gen_gamma=p["gen_gamma"], gen_m=p["gen_M"]
-    )
+    options = {"temperature": p["T"], "gen_gamma": p["gen_gamma"], "gen_m": p["gen_M"], "backend": backend}
+    scores = pylosses.confidence_scores(x, **options)
+    pixels = pylosses.confidence_scores(x.reshape(2, 3, 1, -1).movedim(-1, 1), **options)
     rtol = 1e-10 if dtype == torch.float64 else 2e-5
     for name, expected in case.expected.items():
         close(name, getattr(scores, name), expected, rtol=rtol)

@@ -192,8 +192,12 @@ struct Context {
   bool ahead() const { return out && p.grad; }
   // The margin family's kept classes, one bit each, after the statistics.
   uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_by(p.loss) * p.rows); }
+  // Is cross-entropy's softmax that of other numbers than the logits?
+  bool mapped() const { return has_cross_entropy(p.loss) && (k.own[1] != 1 || k.own[2] != 0 || shift); }
+  // Dice+CE has two softmaxes then.
+  int saved_numbers() const { return saved_by(p.loss) + (p.loss == id_dice_ce && mapped() ? 2 : 0); }
   // The region family's numbers of classes, there too: saved numbers of a row are even in number, doubles stay aligned.
-  double* after_rows() const { return reinterpret_cast<double*>(stats + saved_by(p.loss) * p.rows); }
+  double* after_rows() const { return reinterpret_cast<double*>(stats + saved_numbers() * p.rows); }
   T upstream(int64_t row, const RowWeights<T>& w) const {
     double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
     return static_cast<T>(g * w.s);

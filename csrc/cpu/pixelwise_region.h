@@ -11,6 +11,7 @@ struct RegionTiles {
   static constexpr int W = Lanes<T>::W;
   const Context<T>& c;
   bool ce, mapped, smooth;  // cross-entropy too? of other logits than Dice's? with smoothing?
+  bool all_live = true;     // of the tile
   Tile<T> t;
   TileGradient<T> ce_gradient;
   // dL/dx_j = e_j (gain (push_j - top) + offset), `label` at the label
@@ -19,7 +20,7 @@ struct RegionTiles {
   explicit RegionTiles(const Context<T>& c)
       : c(c),
         ce(c.p.loss == id_dice_ce && c.p.scalars[dice_ce::ce_weight] != 0),
-        mapped(ce && !map_of(c).identity()),
+        mapped(ce && c.mapped()),
         smooth(ce && c.k.own[0] > 0),
         t(c, mapped || smooth),
         ce_gradient(c) {}
@@ -28,10 +29,12 @@ struct RegionTiles {
   // The logits as they are, 0 in rows that do not count: NaN there must not reach a sum.
   void read() {
     t.read_raw();
+    all_live = true;
     for (int64_t r = 0; r < t.padded; r += W) {
       Int<V> on = load(t.live + r) != 0;
       T* x = t.tile.data + r;
       if (!any(~on)) continue;
+      all_live = false;
       for (int64_t j = 0; j < c.p.classes; ++j, x += t.stride) store(x, where(on, load(x), V{}));
     }
   }
@@ -147,11 +150,14 @@ struct RegionTiles {
       V v{};
       if (mapped) v = load(ce_gradient.slope + r) * exp_below(t.u(j, r) - load(ce_gradient.m + r));
       if (smooth) v -= load(ce_gradient.pull + r) * (c.weight ? c.weight[j] : T(1));
-      if (t.map.cap > 0) v *= t.du(j, r);
-      return where(load(t.live + r) != 0, v, V{});
+      return t.map.cap > 0 ? v * t.du(j, r) : v;
     };
-    if (!mapped && !smooth) write_plain(k.push);
-    else t.write([&](int64_t j, int64_t r) { return both(j, r) + rest(j, r); });
+    if (!mapped && !smooth && all_live) write_plain(k.push);
+    else
+      t.write([&](int64_t j, int64_t r) {
+        V v = mapped || smooth ? both(j, r) + rest(j, r) : both(j, r);
+        return where(load(t.live + r) != 0, v, V{});
+      });
     for (int64_t r = 0; r < t.rows; ++r) t.write_label(r, label[r]);
   }
   void write_plain(const T* pushes) const {

@@ -17,11 +17,12 @@ struct RegionRows {
   explicit RegionRows(const Context<T>& c)
       : c(c),
         ce(c.p.loss == id_dice_ce && c.p.scalars[dice_ce::ce_weight] != 0),
-        mapped(ce && !map_of(c).identity()),
+        mapped(ce && c.mapped()),
         smooth(ce && c.k.own[0] > 0),
         rows(c),
         kept(c.p.classes, true) {}
-  static int64_t piece_rows(int64_t classes) { return 65536 / classes < 128 ? 128 : 65536 / classes; }
+  // Each piece has sums of its own: few pieces, little memory.
+  static int64_t piece_rows(int64_t classes) { return 65536 / classes < 512 ? 512 : 65536 / classes; }
 
   // m and d of the other classes; `e`, if given, takes their exponentials
   OnlineSum<T> sum_of_others(const Map<T>& map, int64_t y, Exponentials<T>* e) {
@@ -43,7 +44,7 @@ struct RegionRows {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
       if (y < 0) {
-        for (int i = 0; partial && c.stats && i < saved_by(c.p.loss); ++i) c.stat(i, row) = 0;
+        for (int i = 0; partial && c.stats && i < c.saved_numbers(); ++i) c.stat(i, row) = 0;
         continue;
       }
       rows.x.seek(row);

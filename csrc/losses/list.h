@@ -13,6 +13,6 @@
 
 #define PYL_REGION_LOSSES(X) \
   X(dice, 2, kNo)            \
-  X(dice_ce, 4, kNo)
+  X(dice_ce, 2, kNo)
 
 #define PYL_LOSSES(X) PYL_SOFTMAX_LOSSES(X) PYL_MARGIN_LOSSES(X) PYL_ENTROPY_LOSSES(X) PYL_REGION_LOSSES(X)

@@ -418,6 +418,7 @@ struct Buffers {
       size_t images = static_cast<size_t>(c.shape[0]),
              areas = c.own[c.own.size() - 2] != 0 ? std::min(images, rows / 64 + 1) : 1;
       bytes += 8 + 16 * areas * classes;
+      if (c.kernel.is("dice_ce") && (p.scalars[1] != 1 || p.scalars[2] != 0 || p.shift)) bytes += 2 * rows * number;
     }
     return (bytes + 7) / 8 * 8;  // so that it may lie at the end of a page
   }
