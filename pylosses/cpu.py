@@ -159,9 +159,9 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
         # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
         size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)
     if _is_region(call):
-        areas: Any = 1
+        areas = 1
         if _by_image(call) and x.dim() > 1:  # images of fewer than 64 rows save nothing, see csrc/cpu/region.h
-            areas = torch.sym_min(x.shape[0], rows // 64 + 1)
+            areas = x.shape[0] if rows >= 64 * x.shape[0] else 1
         size += 8 + 16 * areas * classes
         if call.kernel == "dice_ce" and (call.scalars[1:3] != (1.0, 0.0) or call.shift is not None):
             size += 2 * rows * ACCUMULATE[x.dtype].itemsize  # cross-entropy has a softmax of its own

@@ -78,7 +78,16 @@ def test_margin_rows_are_decided(kind):
 @pytest.mark.parametrize(("spec", "sample", "backend"), FUSED)
 def test_rows(spec, sample, backend, kind, dtype):
     """Every kind of row, each row with its own upstream gradient."""
-    compare(finest(case(spec, sample, kind, dtype)), backend, f"{spec.function}[{kind}]")
+    c = finest(case(spec, sample, kind, dtype))
+    if kind == "huge" and dtype == torch.float64 and c.arguments.get("smooth") == 1e-5:
+        pytest.skip("the truth itself is 50 ulps off; test_regions.py compares with long double")
+    if kind == "special" and spec.family == "region" and not (c.arguments["reduction"] == "none" and "over" in c.arguments):
+        # Sums over the batch are NaN almost everywhere: nothing is left to compare but where.
+        got, truth = run(c, backend), run(c.double(), "reference")
+        assert truth.loss.isnan().any() and torch.equal(got.loss.isnan(), truth.loss.isnan())
+        assert torch.equal(got.grads[0].isnan(), truth.grads[0].isnan())
+        return
+    compare(c, backend, f"{spec.function}[{kind}]")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -4,9 +4,10 @@ Thread counts, images of odd sizes, pieces of an area, large half images, what i
 """
 
 import mpmath
+import numpy as np
 import pytest
 import torch
-from cases import DTYPES, KINDS, LABELLED, Case, arguments_of, backends_of, grid, layouts, name_of, run, upstream_for
+from cases import DTYPES, KINDS, LABELLED, Case, arguments_of, backends_of, case, grid, layouts, name_of, run, upstream_for
 from tolerance import agree
 
 import pylosses
@@ -52,6 +53,25 @@ def test_pieces_and_images(spec, sample, backend, over, shape):
     for reduction in ("mean", "sum", "none"):
         if (spec.name, reduction) != ("dice_ce", "none"):
             compare(drawn(spec, sample, shape).but(over=over, reduction=reduction), backend, f"{spec.function}[{reduction}]")
+
+
+@pytest.mark.parametrize("backend", DICE)
+def test_float64_with_many_classes(backend):
+    """A small `smooth` and 32000 classes cost plain PyTorch 50 ulps in float64; the truth here is computed in long double."""
+    exact = np.longdouble
+    if np.finfo(exact).eps > 1e-18:
+        pytest.skip("long double is float64 here")
+    c = case(LOSSES["dice"], 0, "huge", torch.float64).but(smooth=2.0**-17, over="image", reduction="sum")
+    x = c.inputs[0].numpy().astype(exact)
+    e, t = np.exp(x - x.max(1, keepdims=True)), np.eye(c.classes, dtype=exact)[c.inputs[1].numpy()]
+    p, s = e / e.sum(1, keepdims=True), exact(2.0**-17)
+    loss = (1 - (2 * p * t + s) / (p + t + s)).sum()
+    q = (2 * p * t + s) / (p + t + s) ** 2 - 2 * t / (p + t + s)
+    gradient = p * (q - (p * q).sum(1, keepdims=True))
+    got = run(c, backend)
+    eps = np.finfo(np.float64).eps
+    assert abs(got.loss.item() - loss) <= 8 * eps * loss
+    assert (np.abs(got.grads[0].numpy() - gradient).max(1) <= 8 * eps * np.abs(gradient).max(1)).all()
 
 
 @pytest.mark.parametrize("form", ["contiguous", "channels_last"])

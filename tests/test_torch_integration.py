@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import LABELLED, OWN_INPUTS, UNLABELLED, Case, arguments_of, backends_of, case, grid, own_case, run
+from cases import LABELLED, OWN_INPUTS, UNLABELLED, Case, arguments_of, backends_of, case, finest, grid, own_case, run
 from tolerance import close
 from torch.utils.checkpoint import checkpoint
 
@@ -194,7 +194,7 @@ def test_compile_without_graph_breaks(spec, sample, backend):
 
 @pytest.mark.parametrize(("spec", "sample", "backend"), [p for p in FUSED if p.values[1] == 1])
 def test_compile_with_tensor_arguments(spec, sample, backend):
-    c = case(spec, sample, "ignored").shaped(2, 7, 1).but(reduction="none", sample_weight=torch.rand(2, 7, 1))
+    c = finest(case(spec, sample, "ignored")).shaped(2, 7, 1).but(sample_weight=torch.rand(2, 7, 1))
     compiled_agrees(c, backend)
 
 
@@ -266,7 +266,7 @@ def test_opcheck(spec, sample, backend, monkeypatch):
 
     finite = case(spec, sample, "ignored")
     finite.inputs[0].nan_to_num_(0.0, 0.0, 0.0)  # opcheck compares all results, and NaN is not equal to itself
-    for c in (finite, case(spec, sample, "plain", torch.bfloat16).shaped(1, 13, 1).but(reduction="none")):
+    for c in (finite, finest(case(spec, sample, "plain", torch.bfloat16)).shaped(1, 13, 1)):
         recorded = []  # what the loss would hand to the op while it is traced
         with monkeypatch.context() as patch:
             patch.setattr(call, "fused", lambda made, problem: compile.traced(made, problem.x))

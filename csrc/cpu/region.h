@@ -1,12 +1,11 @@
 // Driver for losses of classes over many rows: the batch, or each image, is an area with one set of class sums.
 // Forward reads the logits once; the gradient needs the sums of a whole area, so backward reads them again.
 // Rows are walked by RegionTiles or RegionRows, which have the same members:
-//   piece_rows(classes)               rows of a piece of work, cut by the problem alone: the same bits for any number of
-//   threads sums(begin, end, into, partial)   adds the class sums of rows of one area; with `partial` saves what backward needs
-//   of
-//                                     every row, and adds the row losses of cross-entropy
-//   find_mass(begin, end, found)      marks classes that a row gives more than nothing
-//   gradient(begin, end, k)
+// - piece_rows(classes): rows of a piece of work, cut by the problem alone, so that any number of threads gives the same bits;
+// - sums(begin, end, into, partial): adds the class sums of rows of one area; with `partial` it saves what backward needs of
+//   every row and adds the row losses of cross-entropy;
+// - find_mass(begin, end, found): marks classes that a row gives more than nothing;
+// - gradient(begin, end, k).
 #pragma once
 #include "cpu/pixelwise_region.h"
 #include "cpu/rowwise_region.h"
@@ -57,7 +56,7 @@ struct Region {
   // Losses of an area's classes to `out` (reduction none) or to `total`, coefficients to `k`.
   void finish(const ClassSums& sums, const uint8_t* found, T* out, double* k, Partial& total) const {
     bool some = false;
-    double sum = 0, mass = 0;
+    double sum = 0, lost = 0, mass = 0;  // lost: low digits of the sum over many classes
     for (int64_t j = 0; j < c.p.classes; ++j) some |= sums.of(j).present();
     for (int64_t j = 0; j < c.p.classes; ++j) {
       RegionClass one = sums.of(j);
@@ -71,10 +70,13 @@ struct Region {
         w = 0;
       }
       if (w == 0) r = {0, 0, 0};
-      sum += w * r.loss, mass += w;
+      double term = w * r.loss, next = sum + term;
+      lost += sum > term ? (sum - next) + term : (term - next) + sum;
+      sum = next, mass += w;
       if (k) k[2 * j] = w * r.push, k[2 * j + 1] = w * r.pull;
     }
     if (c.p.reduction == Reduction::none) return;
+    sum += lost;
     bool counts = mass > 0;
     double share = !mean ? 1 : counts ? 1 / mass : 0;
     for (int64_t i = 0; k && i < 2 * c.p.classes; ++i) k[i] *= share;

@@ -29,7 +29,7 @@ def reference(
         u = u + bias
     logp = torch.log_softmax(u, dim=1)
     w = rows.weight
-    extra = None if z_loss == 0 else z_loss * torch.logsumexp(u, dim=1).square()
+    extra = None if z_loss == 0 else z_loss * _logsumexp(u).square()
     if rows.soft is not None:
         q = (1 - label_smoothing) * rows.soft + label_smoothing / u.shape[1]
         return RowLoss(_weighted_nll(q if w is None else q * w, logp), None, extra)
@@ -41,6 +41,12 @@ def reference(
         uniform = torch.full_like(logp, 1 / u.shape[1]) if w is None else (w / u.shape[1]).expand_as(logp)
         value = (1 - label_smoothing) * value + label_smoothing * _weighted_nll(uniform, logp)
     return RowLoss(value, w_label, extra)
+
+
+def _logsumexp(u: Tensor) -> Tensor:
+    """(R) log sum e^u, relative to the largest: the derivative of torch.logsumexp loses digits to an offset of the logits."""
+    top = u.detach().amax(dim=1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    return torch.logsumexp(u - top, dim=1) + top[:, 0]
 
 
 def _weighted_nll(q: Tensor, logp: Tensor) -> Tensor:
