@@ -203,6 +203,8 @@ py::dict losses() {
   PYL_MARGIN_LOSSES(PYL_ENTRY)
   family = "entropy";
   PYL_ENTROPY_LOSSES(PYL_ENTRY)
+  family = "select";
+  PYL_SELECT_LOSSES(PYL_ENTRY)
   family = "region";
   PYL_REGION_LOSSES(PYL_ENTRY)
 #undef PYL_ENTRY

@@ -14,6 +14,9 @@
 #include "losses/entropy.h"
 #include "losses/dice.h"
 #include "losses/dice_ce.h"
+#include "losses/tta.h"
+#include "losses/adr.h"
+#include "losses/cross_entropy_adr.h"
 
 namespace PYL_ISA {
 
@@ -39,7 +42,32 @@ __attribute__((noinline)) EntropyResult<V> entropy_formula(int loss, const Scala
   switch (loss) { PYL_ENTROPY_LOSSES(PYL_FORMULA) }
   __builtin_unreachable();
 }
+template <class T, class V>
+__attribute__((noinline)) SelectResult<V> select_formula(int loss, const Scalars<T>& k, const SelectRow<V>& r) {
+  switch (loss) { PYL_SELECT_LOSSES(PYL_FORMULA) }
+  __builtin_unreachable();
+}
 #undef PYL_FORMULA
+
+#define PYL_SELECTED(name, saved, ahead) \
+  case id_##name:                        \
+    return name::selected(k, p, x);
+template <class T, class V>
+PYL_INLINE SelectedClass<V> selected_class(int loss, const Scalars<T>& k, V p, V x) {
+  switch (loss) { PYL_SELECT_LOSSES(PYL_SELECTED) }
+  __builtin_unreachable();
+}
+#undef PYL_SELECTED
+
+#define PYL_SELECTION(name, saved, ahead) \
+  case id_##name:                         \
+    return name::selection(k);
+template <class T>
+Selection selection_of(int loss, const Scalars<T>& k) {
+  switch (loss) { PYL_SELECT_LOSSES(PYL_SELECTION) }
+  __builtin_unreachable();
+}
+#undef PYL_SELECTION
 
 inline Family family_of(int loss) {
 #define PYL_CASE(name, saved, ahead) case id_##name:
@@ -47,6 +75,7 @@ inline Family family_of(int loss) {
     PYL_MARGIN_LOSSES(PYL_CASE) return Family::margin;
     PYL_ENTROPY_LOSSES(PYL_CASE) return Family::entropy;
     PYL_REGION_LOSSES(PYL_CASE) return Family::region;
+    PYL_SELECT_LOSSES(PYL_CASE) return Family::select;
   }
 #undef PYL_CASE
   return Family::softmax;
@@ -61,9 +90,11 @@ inline int saved_by(int loss) {
 #undef PYL_CASE
   return 0;
 }
-// Does a loss have cross-entropy's numbers, own = (smoothing, temperature, softcap, z-loss, ...), and its row of logits?
-inline bool has_cross_entropy(int loss) { return loss == id_cross_entropy || loss == id_dice_ce; }
-inline bool label_free(int loss) { return family_of(loss) == Family::entropy; }
+// Does a loss have cross-entropy's numbers, own = (smoothing, temperature, softcap, z-loss, ...)?
+inline bool has_cross_entropy(int loss) {
+  return loss == id_cross_entropy || loss == id_dice_ce || loss == id_cross_entropy_adr;
+}
+inline bool label_free(int loss) { return family_of(loss) == Family::entropy || loss == id_tta || loss == id_adr; }
 
 // Calls f(labels) with the labels' own type.
 template <class F>
@@ -174,12 +205,12 @@ struct Context {
   }
   static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
-  // The factor that the gradients of all rows share, and the share of the main term where the z-term has another divisor.
+  // The factor that the gradients of all rows share, and the share of the main term where a second term has another divisor.
   void set_base(double g, double mass, double extra_mass) {
     double main = mass > 0 ? 1 / mass : 0, extra = extra_mass > 0 ? 1 / extra_mass : 0;
-    bool z = has_cross_entropy(p.loss) && p.scalars[3] > 0;
-    base = g * (z ? extra : main);
-    if (z) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
+    bool two = p.loss == id_cross_entropy_adr || (has_cross_entropy(p.loss) && p.scalars[3] > 0);
+    base = g * (two ? extra : main);
+    if (two) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
   }
   void begin_backward() {
     if (p.reduction != Reduction::none) set_base(*static_cast<const T*>(p.grad_out), divisors[0], divisors[1]);

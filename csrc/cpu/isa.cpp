@@ -3,9 +3,11 @@
 #include "cpu/rowwise_softmax.h"
 #include "cpu/rowwise_entropy.h"
 #include "cpu/rowwise_margin.h"
+#include "cpu/rowwise_select.h"
 #include "cpu/pixelwise_softmax.h"
 #include "cpu/pixelwise_entropy.h"
 #include "cpu/pixelwise_margin.h"
+#include "cpu/pixelwise_select.h"
 #include "cpu/region.h"
 #include "cpu/scores.h"
 
@@ -38,6 +40,9 @@ int64_t forward_as(const Problem& p) {
     case Family::region:  // it reduces classes, not rows
       pixels ? region_forward<RegionTiles<T>>(c) : region_forward<RegionRows<T>>(c);
       return -1;
+    case Family::select:
+      pixels ? pixels_select_forward(c, total) : select_forward(c, total);
+      break;
   }
   c.finish(total);
   return -1;
@@ -59,6 +64,9 @@ void backward_as(const Problem& p) {
       break;
     case Family::region:
       pixels ? region_backward<RegionTiles<T>>(c) : region_backward<RegionRows<T>>(c);
+      break;
+    case Family::select:
+      pixels ? pixels_select_backward(c) : select_backward(c);
       break;
   }
 }

@@ -7,10 +7,11 @@ namespace pylosses {
 enum class Dtype : int { f32, bf16, f16, f64 };
 enum class Index : int { u8, i16, i32, i64 };
 enum class Reduction : int { none, sum, mean, above_zero };
-enum class Family : int { softmax, margin, entropy, region };
+enum class Family : int { softmax, margin, entropy, select, region };
 
 constexpr int kMaxDims = 64;  // torch's own limit
 constexpr int kMaxScalars = 16;
+constexpr int kMostSelected = 64;   // MOST_SELECTED in pylosses/spec.py
 constexpr int kYes = -1, kNo = -2;  // in losses/list.h
 
 // Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.

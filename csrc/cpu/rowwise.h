@@ -69,9 +69,13 @@ struct Map {
   }
 };
 template <class T>
+Map<T> cross_entropy_map(const Context<T>& c) {
+  return {1 / c.k.own[1], c.k.own[2], c.shift};
+}
+template <class T>
 Map<T> map_of(const Context<T>& c) {
-  if (has_cross_entropy(c.p.loss)) return {1 / c.k.own[1], c.k.own[2], c.shift};
-  return {1, 0, nullptr};
+  if (has_cross_entropy(c.p.loss) && c.p.loss != id_cross_entropy_adr) return cross_entropy_map(c);
+  return {1, 0, nullptr};  // ADR sees the logits themselves
 }
 
 // One row's logits, block by block.

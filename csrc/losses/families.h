@@ -13,6 +13,14 @@
 //   The formula turns H into a loss, whether the row counts, and dL/dH; the driver writes
 //     dL/dx_j = -slope p_j ((x_j - m) - mu).
 //
+// select: no label. Classes ranked by descending x, the lowest class first among equals; ranks first ... last are selected.
+//   Each selected class gives a share s_j and its own derivative (s_j as a function of p_j: own_j = s'(p_j) p_j), their sum t
+//   has dt/dx_k = own_k [k selected] - p_k sum own. phi = phi_scale times the entropy or 1 - sum p^2, of the row or its mean.
+//   The formula turns SelectRow into a loss, whether the row counts, and the partials below; with dphi/dx the driver writes
+//     dL/dx_j = top [rank 0] + each own_j [selected] + pull p_j + slope dphi/dx_j,
+//     dphi/dx_j = -phi_scale p_j ((x_j - m) - mu)   or   -2 phi_scale p_j (p_j - sum p^2).
+//   Row formulas take numbers in double: a density with a large exponent magnifies the rounding of its logarithm.
+//
 // region: a loss of each class of an area (the batch, or one image), from sums over its rows with sample weights s:
 //     hit_c = sum s [y = c] p_c,      missed_c = sum s [y = c] (1 - p_c),      stray_c = sum s [y != c] p_c.
 //   Nothing cancels in them, be the rows right or wrong. The formula turns RegionClass into a loss and two coefficients; with
@@ -83,6 +91,44 @@ struct EntropyResult {
   V loss;
   V mass;   // 0 for a row that is filtered out
   V slope;  // dL/dH
+};
+
+// What a loss of the select family asks of its driver.
+enum class Uncertainty { none, entropy, variance };
+struct Selection {
+  int first = 0, last = 0;  // ranks
+  Uncertainty kind = Uncertainty::none;
+  bool softmax = true;   // is anything but the order of the logits needed?
+  bool dense = true;     // has every class a gradient?
+  bool batch = false;    // phi is the mean over the rows that count
+  bool mass = false;     // shares are the probabilities themselves
+  double phi_scale = 1;  // phi per unit of entropy, or of 1 - sum p^2
+  int size() const { return last < 0 ? 1 : last + 1; }
+};
+
+template <class V>
+struct SelectedClass {
+  V share;
+  V own;
+};
+
+template <class V>
+struct SelectRow {
+  V total;  // sum of the selected shares
+  V own;    // and of their own derivatives
+  V top;    // the largest logit
+  V p_top;
+  V phi;
+};
+
+template <class V>
+struct SelectResult {
+  V loss;
+  V mass;   // 0 for a row that is filtered out
+  V top;    // derivative at the first rank
+  V each;   // dL/dt
+  V pull;   // coefficient of p_j
+  V slope;  // dL/dphi
 };
 
 struct RegionClass {

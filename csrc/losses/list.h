@@ -11,8 +11,13 @@
 
 #define PYL_ENTROPY_LOSSES(X) X(entropy, 4, 1)
 
+#define PYL_SELECT_LOSSES(X) \
+  X(tta, 4, 6)               \
+  X(adr, 4, 2)               \
+  X(cross_entropy_adr, 6, 7)
+
 #define PYL_REGION_LOSSES(X) \
   X(dice, 2, kNo)            \
   X(dice_ce, 2, kNo)
 
-#define PYL_LOSSES(X) PYL_SOFTMAX_LOSSES(X) PYL_MARGIN_LOSSES(X) PYL_ENTROPY_LOSSES(X) PYL_REGION_LOSSES(X)
+#define PYL_LOSSES(X) PYL_SOFTMAX_LOSSES(X) PYL_MARGIN_LOSSES(X) PYL_ENTROPY_LOSSES(X) PYL_SELECT_LOSSES(X) PYL_REGION_LOSSES(X)
