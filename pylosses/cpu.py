@@ -154,7 +154,8 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
     """Bytes for what backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
     classes = x.shape[1 if x.dim() > 1 else 0]
     rows = x.numel() // classes
-    size = (2 + rows * _LOSSES[call.kernel][1]) * ACCUMULATE[x.dtype].itemsize
+    numbers = _LOSSES[call.kernel][1] + (call.kernel == "cross_entropy" and call.soft is not None)  # the mass of soft targets
+    size = (2 + rows * numbers) * ACCUMULATE[x.dtype].itemsize
     if call.kernel == "hem":
         # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
         size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)

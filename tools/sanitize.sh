@@ -13,10 +13,14 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS
 build() {
     name=$1 link=$2
     shift 2
-    for source in csrc/cpu/isa.cpp tests/sanitize/main.cpp; do
-        $CXX $common -fopenmp "$@" -c $source -o "$out/$name-$(basename $source .cpp).o"
+    objects=
+    for source in tests/sanitize/main.cpp csrc/cpu/*.cpp; do
+        [ $source != csrc/cpu/bindings.cpp ] || continue
+        object="$out/$name-$(basename $source .cpp).o"
+        objects="$objects $object"
+        $CXX $common -fopenmp "$@" -c $source -o $object
     done
-    $CXX "$@" $link -pthread -Wl,--wrap=malloc,--wrap=free $out/$name-isa.o $out/$name-main.o -o $out/$name
+    $CXX "$@" $link -pthread -Wl,--wrap=malloc,--wrap=free $objects -o $out/$name
 }
 
 # must_report NAME MISTAKE TEXT: the mistake is noticed, and by this.

@@ -184,7 +184,7 @@ struct Context {
   }
   void emit_ignored(int64_t row) const {
     if (p.reduction == Reduction::none) out[row] = 0;
-    for (int i = 0; stats && i < saved_by(p.loss); ++i) stat(i, row) = 0;
+    for (int i = 0; stats && i < saved_numbers(); ++i) stat(i, row) = 0;
   }
 
   // Writes the reduced loss and the divisors that backward needs.
@@ -221,12 +221,17 @@ struct Context {
     set_base(1, sum ? 1 : given ? p.normalizer : counted.mass, sum ? 1 : given ? p.normalizer : counted.extra_mass);
   }
   bool ahead() const { return out && p.grad; }
+  // A gradient that no cache holds until it is read had better not pass through one: memory is not read before it is written.
+  bool streams() const { return p.rows * p.classes * static_cast<int64_t>(sizeof(T)) > (int64_t(32) << 20); }
   // The margin family's kept classes, one bit each, after the statistics.
   uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_by(p.loss) * p.rows); }
   // Is cross-entropy's softmax that of other numbers than the logits?
   bool mapped() const { return has_cross_entropy(p.loss) && (k.own[1] != 1 || k.own[2] != 0 || shift); }
-  // Dice+CE has two softmaxes then.
-  int saved_numbers() const { return saved_by(p.loss) + (p.loss == id_dice_ce && mapped() ? 2 : 0); }
+  // Dice+CE has two softmaxes then; soft targets have a mass.
+  int saved_numbers() const {
+    if (p.loss == id_cross_entropy) return saved_by(p.loss) + (p.soft ? 1 : 0);
+    return saved_by(p.loss) + (p.loss == id_dice_ce && mapped() ? 2 : 0);
+  }
   // The region family's numbers of classes, there too: saved numbers of a row are even in number, doubles stay aligned.
   double* after_rows() const { return reinterpret_cast<double*>(stats + saved_numbers() * p.rows); }
   T upstream(int64_t row, const RowWeights<T>& w) const {
@@ -272,6 +277,7 @@ void for_pieces(int64_t pieces, int64_t threads, Partial* total, M make_tools, F
       body(tools, piece, mine);
       if (total) sums[piece] = mine;
     }
+    fence();
   };
 #if defined(_OPENMP)
   if (threads > 1) {
@@ -334,6 +340,45 @@ Partial look_at_labels(const Context<T>& c) {
         }
       });
   return found;
+}
+
+}  // namespace PYL_ISA
+
+// Each family is compiled by itself, in <family>.cpp: GCC stops inlining the innermost loops when a unit grows too much.
+#define PYL_FAMILIES(X) X(softmax) X(margin) X(entropy) X(select) X(region)
+#define PYL_DECLARE_FAMILY(family)                                \
+  void family##_family_forward(const Context<float>&, Partial&);  \
+  void family##_family_forward(const Context<double>&, Partial&); \
+  void family##_family_backward(Context<float>&);                 \
+  void family##_family_backward(Context<double>&);
+#define PYL_FORWARD(family)            \
+  case Family::family:                 \
+    family##_family_forward(c, total); \
+    break;
+#define PYL_BACKWARD(family)     \
+  case Family::family:           \
+    family##_family_backward(c); \
+    break;
+#define PYL_DEFINE_FAMILY_AS(family, T)                                                  \
+  void family##_family_forward(const Context<T>& c, Partial& total) {                    \
+    across_rows(c.p) ? pixels_##family##_forward(c, total) : family##_forward(c, total); \
+  }                                                                                      \
+  void family##_family_backward(Context<T>& c) { across_rows(c.p) ? pixels_##family##_backward(c) : family##_backward(c); }
+#define PYL_DEFINE_FAMILY(family)      \
+  namespace PYL_ISA {                  \
+  PYL_DEFINE_FAMILY_AS(family, float)  \
+  PYL_DEFINE_FAMILY_AS(family, double) \
+  }
+
+namespace PYL_ISA {
+
+PYL_FAMILIES(PYL_DECLARE_FAMILY)
+
+// Lanes across rows pay off when a row is short, or when neighbouring rows are closer in memory than neighbouring classes.
+inline bool across_rows(const Problem& p) {
+  const Layout& l = p.x_layout;
+  int64_t row_stride = l.dims ? l.stride[l.dims - 1] : p.classes;
+  return p.classes < 32 || row_stride < l.class_stride;
 }
 
 }  // namespace PYL_ISA

@@ -36,7 +36,7 @@ struct Tile {
   int64_t width, stride;  // rows of a tile, a multiple of the lanes; from class to class, not a divisor of a page
   Scratch<T> tile, kept, slopes, soft_;  // [class][row]: logits; exponentials; du/dx under a softcap; targets
   T* exponentials;                       // kept, or the tile itself when no pass needs the logits after them
-  int64_t begin = 0, rows = 0, padded = 0;
+  int64_t begin = 0, rows = 0, padded = 0, classes_a_vector = 0;  // the last: to fetch
   T* grad_first;
   int64_t grad_stride;  // from class to class
   bool grad_in_place;
@@ -74,6 +74,7 @@ struct Tile {
   }
   void seek(int64_t from, int64_t to) {
     begin = from, rows = to - from, padded = (rows + W - 1) / W * W;
+    classes_a_vector = (c.p.classes * W + padded - 1) / padded;
     for (int64_t r = 0; r < padded; ++r) y[r] = r < rows ? 0 : -1;
     if (c.p.y)
       with_labels(c.p, [&](auto labels) {
@@ -122,9 +123,10 @@ struct Tile {
   // Fetches a part of the next tile while this one is computed on. Called for every vector of rows.
   PYL_INLINE void fetch_next(int64_t r) const {
     if (!x_at.regular || x_at.step != 1) return;
-    int64_t bytes = c.p.dtype == Dtype::f64 ? 8 : c.p.dtype == Dtype::f32 ? 4 : 2, steps = padded / W, step = r / W;
+    int64_t bytes = c.p.dtype == Dtype::f64 ? 8 : c.p.dtype == Dtype::f32 ? 4 : 2, first = r / W * classes_a_vector;
+    int64_t last = first + classes_a_vector < c.p.classes ? first + classes_a_vector : c.p.classes;
     const char* next = static_cast<const char*>(c.p.x) + (x_at.base + rows) * bytes;
-    for (int64_t j = c.p.classes * step / steps; j < c.p.classes * (step + 1) / steps; ++j)
+    for (int64_t j = first; j < last; ++j)
       for (int64_t b = 0; b < rows * bytes; b += 64) fetch(next + j * c.p.x_layout.class_stride * bytes + b);
   }
   // u = scale softcap(x) + shift, in place.
@@ -185,16 +187,24 @@ struct Tile {
   V u_label(int64_t r) const {
     return gather(r, [&](int64_t i, int64_t label) { return tile.data[label * stride + i]; });
   }
-  // Writes f(j, r), the gradient of class j for the rows r..
+  // Writes f(j, r), the gradient of class j for the rows r..; `label` holds what goes to the labels.
   template <class F>
   PYL_INLINE void write(F f) const {
     T* out = grad_first;
-    for (int64_t j = 0; j < c.p.classes; ++j, out += grad_stride)
-      for (int64_t r = 0; r < padded; r += W) store(out + r, f(j, r));
+    int64_t classes = c.p.classes, end = padded, step = grad_stride;
+    bool past = grad_in_place && c.streams() && is_aligned(out) && step % W == 0;
+    for (int64_t j = 0; j < classes; ++j, out += step) {
+      if (past)
+        for (int64_t r = 0; r < end; r += W) stream(out + r, f(j, r));
+      else
+        for (int64_t r = 0; r < end; r += W) store(out + r, f(j, r));
+    }
   }
-  // The gradient at the label of row r.
-  PYL_INLINE void write_label(int64_t r, T value) const {
-    if (y[r] >= 0) grad_first[y[r] * grad_stride + r] = value;
+  template <class F>
+  PYL_INLINE void write(const T* label, F f) const {
+    write([&](int64_t j, int64_t r) {
+      return where(labels(r) == static_cast<typename Lanes<T>::IntScalar>(j), load(label + r), f(j, r));
+    });
   }
 
   // Rows r.. of an array over all rows of the problem, 0 past the tile's end.

@@ -109,13 +109,13 @@ void pixels_margin_backward(const Context<T>& c) {
       V f = t.saved(1, r);
       V up = where(t.counted(r, f), f * t.upstream(r), V{});  // not counted or ignored: exactly 0
       store(factor + r, where(f == 0, V{}, up));
-      store(label + r, where(up == 0, V{}, -up * t.saved(2, r)));
+      store(label + r, where(up == 0, V{}, where(f == f, -up * t.saved(2, r), up)));
     }
     auto or_nan = [&](int64_t r, V v) { return where(load(factor + r) != load(factor + r), load(factor + r), v); };
     if (h.kind == linear) {
       const uint8_t* bits = lane_bits(t, 0);
       int64_t step = lane_bits(t, W) - bits;
-      t.write([&](int64_t j, int64_t r) {
+      t.write(label, [&](int64_t j, int64_t r) {
         return or_nan(r, where(lanes_of<T>(get_bits<T>(bits + r / W * step, j * W)), load(factor + r), V{}));
       });
     } else {
@@ -128,14 +128,13 @@ void pixels_margin_backward(const Context<T>& c) {
         shift = errors.shift;
       }
       with_power(h.kind, [&](auto power) {
-        t.write([&](int64_t j, int64_t r) {
+        t.write(label, [&](int64_t j, int64_t r) {
           V raw = LaneErrors<T>::raw_of(t.u(j, r), load(x_label + r), shift ? splat<V>(shift[j]) : load(mu + r));
           V e = h.template value<power.value>(raw), f = load(factor + r);
           return or_nan(r, where((e >= t.saved(0, r)) & (f != 0), f * h.template slope<power.value>(raw), V{}));
         });
       });
     }
-    for (int64_t r = 0; r < t.rows; ++r) t.write_label(r, factor[r] != factor[r] ? factor[r] : label[r]);
   });
 }
 

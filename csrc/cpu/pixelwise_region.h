@@ -154,21 +154,17 @@ struct RegionTiles {
     };
     if (!mapped && !smooth && all_live) write_plain(k.push);
     else
-      t.write([&](int64_t j, int64_t r) {
+      t.write(label, [&](int64_t j, int64_t r) {
         V v = mapped || smooth ? both(j, r) + rest(j, r) : both(j, r);
         return where(load(t.live + r) != 0, v, V{});
       });
-    for (int64_t r = 0; r < t.rows; ++r) t.write_label(r, label[r]);
   }
   void write_plain(const T* pushes) const {
     const T* e = t.exponentials;
-    T* out = t.grad_first;
-    int64_t classes = c.p.classes, padded = t.padded, stride = t.stride, out_stride = t.grad_stride;
-    for (int64_t j = 0; j < classes; ++j, e += stride, out += out_stride) {
-      V push = splat<V>(pushes[j]);
-      for (int64_t r = 0; r < padded; r += W)
-        store(out + r, load(e + r) * (load(gain + r) * (push - load(top + r)) + load(offset + r)));
-    }
+    int64_t stride = t.stride;
+    t.write(label, [&](int64_t j, int64_t r) {
+      return load(e + j * stride + r) * (load(gain + r) * (pushes[j] - load(top + r)) + load(offset + r));
+    });
   }
 };
 

@@ -106,9 +106,9 @@ struct TileGradient {
       store(drag + r, norm_drag);
     }
     gain = where(d == 0, gain * 0, gain / d);  // no other class: nothing to push, unless the row is NaN
-    store(label + r, at_label);
-    set(t, r, gain * (capped ? splat<V>(1) : late * t.map.scale), up * result.pull, base, late,
-        t.counted(r, result.loss + result.extra));
+    Int<V> counts = t.counted(r, result.loss + result.extra);
+    store(label + r, where(counts, at_label, V{}));
+    set(t, r, gain * (capped ? splat<V>(1) : late * t.map.scale), up * result.pull, base, late, counts);
   }
   PYL_INLINE void set_soft(const Tile<T>& t, int64_t r, V base, V d, V mass) {
     V up = t.upstream(r), gain = up * (c.k.main * mass + 2 * c.k.own[3] * (base + log_sum(d))) / d;
@@ -136,14 +136,16 @@ struct TileGradient {
       }
       return where(load(on + r) != 0, v, V{});
     };
-    auto kept = [&](int64_t j, int64_t r) { return load(slope + r) * t.e(j, r); };
+    const T* e = t.exponentials;
+    int64_t stride = t.stride;
+    auto kept = [&](int64_t j, int64_t r) { return load(slope + r) * load(e + j * stride + r); };
     auto fresh = [&](int64_t j, int64_t r) { return load(slope + r) * exp_below(t.u(j, r) * load(scale + r) - load(m + r)); };
-    if (c.ahead() && plain && all_on) t.write(kept);
-    else if (c.ahead()) t.write([&](int64_t j, int64_t r) { return rest(j, r, kept(j, r)); });
-    else if (plain && all_on) t.write(fresh);
-    else t.write([&](int64_t j, int64_t r) { return rest(j, r, fresh(j, r)); });
-    for (int64_t r = 0; r < t.rows && !c.p.soft; ++r) t.write_label(r, on[r] != 0 ? label[r] : 0);
-    all_on = true;
+    auto any = [&](int64_t j, int64_t r) { return rest(j, r, c.ahead() ? kept(j, r) : fresh(j, r)); };
+    if (c.p.soft) t.write(any);
+    else if (c.ahead() && plain && all_on) t.write(label, kept);
+    else if (c.ahead()) t.write(label, [&](int64_t j, int64_t r) { return rest(j, r, kept(j, r)); });
+    else if (plain && all_on) t.write(label, fresh);
+    else t.write(label, [&](int64_t j, int64_t r) { return rest(j, r, fresh(j, r)); });
   }
 };
 
@@ -173,7 +175,6 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       V mean_x = norm ? where(s.d == 0, V{}, s.moment / s.d) : V{};
       if (c.stats) {
         t.save(0, r, s.m), t.save(1, r, s.d);
-        if (c.p.loss == id_cross_entropy) t.save(2, r, V{});
         if (norm) t.save(2, r, late), t.save(3, r, mean_x);
       }
       if (ahead) g.set(t, r, result, s.m, s.d, x_label, late, mean_x);

@@ -200,7 +200,7 @@ void large_areas_forward(const Region<T>& g, Partial& total, Partial& rows) {
 }
 
 template <class E, class T>
-void region_forward(const Context<T>& c) {
+void areas_forward(const Context<T>& c) {
   Region<T> g(c);
   Partial total, rows;
   if (c.p.rows == 0) {
@@ -214,7 +214,7 @@ void region_forward(const Context<T>& c) {
 }
 
 template <class E, class T>
-void region_backward(Context<T>& c) {
+void areas_backward(Context<T>& c) {
   Region<T> g(c);
   if (g.ce_weight != 0) c.set_base(*static_cast<const T*>(c.p.grad_out) * g.ce_weight, c.divisors[0], c.divisors[1]);
   if (!g.small()) {
@@ -232,6 +232,23 @@ void region_backward(Context<T>& c) {
     tools.set_factors(g, area, tools.coefficients.data);
     tools.rows.gradient(begin, end, tools.k);
   });
+}
+
+template <class T>
+void region_forward(const Context<T>& c, Partial&) {
+  areas_forward<RegionRows<T>>(c);
+}
+template <class T>
+void pixels_region_forward(const Context<T>& c, Partial&) {
+  areas_forward<RegionTiles<T>>(c);
+}
+template <class T>
+void region_backward(Context<T>& c) {
+  areas_backward<RegionRows<T>>(c);
+}
+template <class T>
+void pixels_region_backward(Context<T>& c) {
+  areas_backward<RegionTiles<T>>(c);
 }
 
 }  // namespace PYL_ISA

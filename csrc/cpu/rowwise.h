@@ -28,18 +28,20 @@ PYL_INLINE typename Lanes<T>::V beside(const T* p, int64_t i, int64_t n) {
   return i + Lanes<T>::W <= n ? load(p + i) : load_some(p + i, n - i, T(0));
 }
 
-// Writes f(index) to n numbers.
+// Writes f(index) to n numbers, past the caches if `past`.
 template <class T, class F>
-PYL_INLINE void write_lanes(T* out, int64_t n, F f) {
+PYL_INLINE void write_lanes(T* out, int64_t n, F f, bool past = false) {
   constexpr int W = Lanes<T>::W;
   int64_t i = 0;
+  if (past && is_aligned(out))
+    for (; i + W <= n; i += W) stream(out + i, f(i));
   for (; i + W <= n; i += W) store(out + i, f(i));
   if (i < n) store_some(out + i, n - i, f(i));
 }
 // Writes f(vector, index) of n numbers.
 template <class T, class F>
-PYL_INLINE void map_lanes(const T* p, int64_t n, T* out, F f) {
-  write_lanes(out, n, [&](int64_t i) { return f(beside(p, i, n), i); });
+PYL_INLINE void map_lanes(const T* p, int64_t n, T* out, F f, bool past = false) {
+  write_lanes(out, n, [&](int64_t i) { return f(beside(p, i, n), i); }, past);
 }
 // u = scale softcap(x) + shift
 template <class T>
@@ -126,10 +128,11 @@ template <class T>
 struct RowGradient {
   const Context<T>& c;
   int64_t at = 0;
-  bool in_place;
+  bool in_place, past;  // past the caches?
   alignas(64) T buffer[kBlock];
 
-  explicit RowGradient(const Context<T>& c) : c(c), in_place(c.p.grad_layout.class_stride == 1 && c.as_it_is()) {}
+  explicit RowGradient(const Context<T>& c)
+      : c(c), in_place(c.p.grad_layout.class_stride == 1 && c.as_it_is()), past(in_place && c.streams()) {}
   void seek(int64_t row) { at = c.p.grad_layout.offset(row); }
   T* block(int64_t j) { return in_place ? static_cast<T*>(c.p.grad) + at + j : buffer; }
   void done(int64_t j, int64_t n) {

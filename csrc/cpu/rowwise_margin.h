@@ -208,8 +208,9 @@ void margin_backward(const Context<T>& c) {
         const uint8_t* bits = c.bits() + row * bytes_of_bits(c.p.classes);
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
           T* out = grad.block(j);
-          write_lanes(out, n,
-                      [&](int64_t i) { return where(lanes_of<T>(get_bits<T>(bits + j / 8, i)), splat<V>(factor), V{}); });
+          write_lanes(
+              out, n, [&](int64_t i) { return where(lanes_of<T>(get_bits<T>(bits + j / 8, i)), splat<V>(factor), V{}); },
+              grad.past);
           grad.done(j, n);
         });
         grad.put(y, -factor * c.stat(2, row));
@@ -220,11 +221,14 @@ void margin_backward(const Context<T>& c) {
       const T* shift = of_label ? nullptr : c.shift;
       with_power(h.kind, [&](auto power) {
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          map_lanes(x.raw(j, n), n, grad.block(j), [&](V v, int64_t i) {
-            V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
-            V e = h.template value<power.value>(raw);
-            return where(e >= t, factor * h.template slope<power.value>(raw), V{});
-          });
+          map_lanes(
+              x.raw(j, n), n, grad.block(j),
+              [&](V v, int64_t i) {
+                V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
+                V e = h.template value<power.value>(raw);
+                return where(e >= t, factor * h.template slope<power.value>(raw), V{});
+              },
+              grad.past);
           grad.done(j, n);
         });
       });

@@ -383,16 +383,16 @@ struct SelectRows {
   }
   void dense_block(const SelectGradient<T>& g, int64_t j, int64_t n) {
     T* out = grad.block(j);
-    bool ahead = c.ahead(), shared = call.ce && call.shared();
+    bool ahead = c.ahead(), shared = call.ce && call.shared(), past = grad.past && !call.ce;
     const T *v = ahead && g.tilt == 0 && !(g.y >= j && g.y < j + n) ? nullptr : x.raw(j, n), *e = kept.block(j);
     T m = static_cast<T>(g.r.m), correction = ahead ? kept.correction(j, m) : 1, scale = static_cast<T>(correction / g.r.d());
     T pull = static_cast<T>(g.pull), tilt = static_cast<T>(g.tilt), mean = static_cast<T>(g.mean);
     T ce = shared ? g.ce.slope * correction : 0;
     T v_label = g.y >= j && g.y < j + n ? v[g.y - j] : 0;
     auto each = [&](auto f) {  // f(exponential, logit)
-      if (ahead && v) map_lanes(e, n, out, [&](V value, int64_t i) { return f(value, beside(v, i, n)); });
-      else if (ahead) map_lanes(e, n, out, [&](V value, int64_t) { return f(value, value); });
-      else map_lanes(v, n, out, [&](V value, int64_t) { return f(exp_below(value - m), value); });
+      if (ahead && v) map_lanes(e, n, out, [&](V value, int64_t i) { return f(value, beside(v, i, n)); }, past);
+      else if (ahead) map_lanes(e, n, out, [&](V value, int64_t) { return f(value, value); }, past);
+      else map_lanes(v, n, out, [&](V value, int64_t) { return f(exp_below(value - m), value); }, past);
     };
     if (tilt == 0) {
       T factor = scale * pull + ce;

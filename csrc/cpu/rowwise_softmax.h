@@ -236,14 +236,15 @@ struct SoftmaxRows {
       grad.fill(0);
       return;
     }
-    bool capped = map.cap > 0, labels = !c.p.soft;
+    bool capped = map.cap > 0, labels = !c.p.soft, past = grad.past && !capped && g.drag == 0;
     if (!capped) g.slope *= map.scale * g.scale, g.pull *= map.scale;
     over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
       T* out = grad.block(j);
       const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
       const T* u = c.ahead() && !capped ? nullptr : x.mapped(map, j, n, capped ? du : nullptr);
-      if (c.ahead()) push(kept.block(j), n, g.slope * kept.correction(j, g.m), g.pull, weights, out, [](V e) { return e; });
-      else push(u, n, g.slope, g.pull, weights, out, [&](V v) { return exp_below(v * g.scale - g.m); });
+      if (c.ahead())
+        push(kept.block(j), n, g.slope * kept.correction(j, g.m), g.pull, weights, out, past, [](V e) { return e; });
+      else push(u, n, g.slope, g.pull, weights, out, past, [&](V v) { return exp_below(v * g.scale - g.m); });
       if (capped) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
       if (g.drag != 0)
         map_lanes(x.raw(j, n), n, out,
@@ -254,12 +255,12 @@ struct SoftmaxRows {
   }
   // out = slope e - pull w, the inner loop of every softmax gradient
   template <class F>
-  PYL_INLINE void push(const T* p, int64_t n, T slope, T pull, const T* w, T* out, F e) {
+  PYL_INLINE void push(const T* p, int64_t n, T slope, T pull, const T* w, T* out, bool past, F e) {
     if (pull == 0) {
-      map_lanes(p, n, out, [&](V v, int64_t) { return slope * e(v); });
+      map_lanes(p, n, out, [&](V v, int64_t) { return slope * e(v); }, past);
       return;
     }
-    map_lanes(p, n, out, [&](V v, int64_t i) { return slope * e(v) - (w ? pull * beside(w, i, n) : splat<V>(pull)); });
+    map_lanes(p, n, out, [&](V v, int64_t i) { return slope * e(v) - (w ? pull * beside(w, i, n) : splat<V>(pull)); }, past);
   }
 };
 
@@ -328,7 +329,6 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       T d = static_cast<T>(online.sum), mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
       c.stat(0, row) = online.centre();
       c.stat(1, row) = d;
-      if (c.p.loss == id_cross_entropy) c.stat(2, row) = 0;  // soft targets alone have a mass of their own
       if (norm) c.stat(2, row) = scale, c.stat(3, row) = mean_x;
       if (!c.ahead()) continue;
       rows.write(row, y,

@@ -340,6 +340,29 @@ template <class T>
 PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
+// The same past the caches, for memory that is larger than they are; p is aligned to a vector. A thread that has done so
+// calls `fence` before others read.
+template <class T>
+PYL_INLINE void stream(T* p, typename Lanes<T>::V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_stream_ps(p, (__m512)v);
+  else _mm512_stream_pd(p, (__m512d)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) _mm256_stream_ps(p, (__m256)v);
+  else _mm256_stream_pd(p, (__m256d)v);
+#else
+  store(p, v);
+#endif
+}
+PYL_INLINE void fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+template <class T>
+PYL_INLINE bool is_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(typename Lanes<T>::V) == 0;
+}
 // Brings a line of memory that will be read soon.
 PYL_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // The first n < W lanes. AVX2 and AVX-512 have loads and stores under a mask; elsewhere lanes go one by one.

@@ -1,8 +1,8 @@
-// Every fused formula: X(name, numbers a row saves for backward, ahead). The name is the struct in <name>.h; its family is its
-// list. ahead: may forward write the gradient too, because a mean's divisor is known from the labels? kYes, kNo, or the number
-// of the own scalar that must be 0 for it.
+// Every fused formula: X(name, numbers a row saves for backward, ahead); Context::saved_numbers has the exceptions. The name is
+// the struct in <name>.h; its family is its list. ahead: may forward write the gradient too, because a mean's divisor is known
+// from the labels? kYes, kNo, or the number of the own scalar that must be 0 for it.
 #define PYL_SOFTMAX_LOSSES(X) \
-  X(cross_entropy, 3, kYes)   \
+  X(cross_entropy, 2, kYes)   \
   X(focal, 2, kYes)           \
   X(target, 2, kYes)          \
   X(logit_norm, 4, kYes)

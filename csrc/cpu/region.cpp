@@ -1,0 +1,3 @@
+#include "cpu/region.h"
+
+PYL_DEFINE_FAMILY(region)
