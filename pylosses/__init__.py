@@ -8,6 +8,7 @@
 
 from . import compile as _compile  # noqa: F401  registers the ops: too late once torch.compile traces
 from . import functional as functional
+from . import parallel as parallel
 from .backends import BackendError as BackendError
 from .backends import backends as backends
 from .backends import use_backend as use_backend

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import cpu
 from .autograd import _PLAIN, Call, twice
 from .check import bad_label
+from .parallel_group import ShardedHead
 
 #: Default bytes of a block. The products take some 15 MiB of their own.
 WORKSPACE = 48 * 2**20
@@ -57,6 +58,8 @@ def product(
 ) -> Tensor:
     """The logits (C), (N, C) or (N, C, ...), the classes second as the row losses have them: a `Product` where blocks can be
     made later, else the tensor."""
+    if isinstance(w, ShardedHead):
+        return w.logits(h)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _made(h, w, b, given)
     if not all(type(t) in _PLAIN and t.layout is torch.strided and t.device.type == "cpu" for t in (h, w, b) if t is not None):
@@ -198,9 +201,9 @@ class Gradients:
     def __init__(self, factors: Factors, wanted: _Wanted, dtype: torch.dtype) -> None:
         h, w, values = factors.h, factors.w, factors.values
         self.dtype = dtype
-        self.h = torch.zeros(h.shape[:-1].numel(), h.shape[-1], dtype=dtype) if wanted[0] else None
-        self.w = torch.empty(w.shape, dtype=dtype) if wanted[1] else None
-        self.b = torch.zeros(len(w), dtype=dtype) if wanted[2] else None
+        self.h = torch.zeros(h.shape[:-1].numel(), h.shape[-1], dtype=dtype, device=h.device) if wanted[0] else None
+        self.w = torch.empty(w.shape, dtype=dtype, device=w.device) if wanted[1] else None
+        self.b = torch.zeros(len(w), dtype=dtype, device=w.device) if wanted[2] else None
         self.values = torch.zeros_like(values, dtype=dtype) if values is not None and wanted[4] else None
         self.fresh = True  # nothing was added
         self.factor = 1.0  # what is still to be multiplied
@@ -221,7 +224,7 @@ class Gradients:
             else:
                 self.w.addmm_(g.t(), h)
         if self.h is not None:
-            part = self.h[rows] if isinstance(rows, slice) else torch.empty(len(g), self.h.shape[1], dtype=self.dtype)
+            part = self.h[rows] if isinstance(rows, slice) else g.new_empty(len(g), self.h.shape[1])
             for i, (classes, head) in enumerate(_parts(w, self.dtype)):
                 torch.addmm(part, g[:, classes], head, beta=min(i, 1), out=part)
             if not isinstance(rows, slice):
