@@ -28,3 +28,11 @@ from .spec import LOSSES as LOSSES
 from .spec import LossSpec as LossSpec
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "parallel":  # imported when it is first asked for: few need it, and everybody waits for an import
+        from importlib import import_module
+
+        return import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from . import backends, check
 from .autograd import Call, fused
 from .check import Problem
 from .linear_fused import Product, fused_product
+from .parallel_group import Sharded
 from .reduce import RowLoss, reduce
 from .spec import LossSpec
 
@@ -77,6 +78,8 @@ def unlabelled(
 
 
 def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | None) -> Tensor:
+    if isinstance(problem.x, Sharded):
+        return problem.x.loss(spec, problem, own, backend)
     chosen = backends.choose(spec, problem, backend, _obstacle(spec, problem, own))
     unmade = problem.x if isinstance(problem.x, Product) else None
     if unmade is not None and chosen != "cpu":
@@ -107,11 +110,16 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
 
 def _obstacle(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> str | None:
     """Why the arguments of this call are none for a fused kernel, or None."""
+    return learned(problem, own) or spec.beyond(**own)
+
+
+def learned(problem: Problem, own: dict[str, Any]) -> str | None:
+    """Which argument besides the logits wants a gradient, or None."""
     others = ("target", problem.soft), ("weight", problem.weight), ("sample_weight", problem.sample_weight), *own.items()
     for name, value in others:
         if value is not None and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             return f"{name} requires a gradient, which only the reference backend computes"
-    return spec.beyond(**own)
+    return None
 
 
 def run_reference(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import check, losses
@@ -30,12 +31,17 @@ def reference(
     *,
     loss: Callable[..., Tensor],
     linear_bias: Tensor | None = None,
+    shift: bool = False,
     workspace: int = WORKSPACE,
     backend: str | None = "reference",
     **arguments: Any,
 ) -> Tensor:
     """`loss` of the layer's output; all losses of this file are this with one of the row losses."""
     _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
+    if shift:
+        target, arguments["sample_weight"] = _shifted(
+            target, arguments.get("sample_weight"), arguments.get("ignore_index", -100)
+        )
     logits = product(input, linear_weight, linear_bias, check.integer("workspace", workspace, least=0))
     if input.dim() > 2 and target.is_floating_point():  # the row losses have the classes second
         target = target.movedim(-1, 1)
@@ -82,6 +88,21 @@ def _check(
             )
 
 
+def _shifted(target: Tensor, sample_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """The labels one position earlier, each with its weight: the last position has none. The features stay where they are."""
+    if target.is_floating_point():
+        raise ValueError(f"shift needs class indices as target, got {target.dtype} probabilities")
+    if target.dim() == 0 or target.shape[-1] == 0:
+        raise ValueError(f"shift needs a sequence: target of shape (..., T) with T at least 1, got {tuple(target.shape)}")
+    kind = torch.iinfo(target.dtype)
+    if not kind.min <= ignore_index <= kind.max:
+        target = target.long()
+    last = target.new_full((*target.shape[:-1], 1), ignore_index)
+    if sample_weight is not None:
+        sample_weight = torch.cat([sample_weight[..., 1:], torch.zeros_like(sample_weight[..., :1])], dim=-1)
+    return torch.cat([target[..., 1:], last], dim=-1), sample_weight
+
+
 def linear_cross_entropy(
     input: Tensor,  # (D), (N, D) or (..., D)
     linear_weight: Tensor,  # (C, D)
@@ -100,6 +121,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,  # (C)
     normalizer: float | Tensor | None = None,
     check_labels: bool = False,
+    shift: bool = False,
     workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> Tensor:
@@ -122,6 +144,8 @@ def linear_cross_entropy(
         label_smoothing: mass spread uniformly over all C classes.
         options: tunes torch's chunking; accepted so that calls of torch's function work unchanged, and without effect.
         sample_weight, temperature, softcap, z_loss, bias, normalizer, check_labels: as in `cross_entropy`.
+        shift: the features at a position predict the label at the next one, as in a causal language model: `input` (..., T, D)
+            and `target` (..., T) as they come from the model. Nothing is copied but the labels.
         workspace: bytes of memory for a block of rows on the CPU. A block has at least 16 rows, whatever they take: with very
             many classes that may be more than `workspace`.
         backend: "cpu" makes the logits block by block, "reference" stores them; None picks.
@@ -134,6 +158,8 @@ def linear_cross_entropy(
     - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
       With ``reduction="none"``, and for a second backward, the logits are made again.
     - on the CPU the features of ignored rows are never read. torch.compile, torch.func and other devices store the logits.
+    - with `shift` the first label counts nowhere and the last position is ignored: ``reduction="none"`` gives 0 there, and has
+      the loss of a label at the position that predicts it. `sample_weight` belongs to the labels and moves with them.
     - `linear_weight` is (C, D) alone; torch's (C, d1, ..., D) form is not taken.
     - the module takes `linear_weight` in each call; torch's module owns one.
 
@@ -147,7 +173,7 @@ def linear_cross_entropy(
         input, linear_weight, target, loss=cross_entropy, linear_bias=linear_bias, weight=weight, reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index, label_smoothing=label_smoothing,
         sample_weight=sample_weight, temperature=temperature, softcap=softcap, z_loss=z_loss, bias=bias, normalizer=normalizer,
-        check_labels=check_labels, workspace=workspace, backend=backend,
+        check_labels=check_labels, shift=shift, workspace=workspace, backend=backend,
     )  # fmt: skip
 
 
@@ -169,6 +195,7 @@ def linear_hem_loss(
     reduction: str = "above_zero",
     normalizer: float | Tensor | None = None,
     check_labels: bool = False,
+    shift: bool = False,
     workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> Tensor:
@@ -185,7 +212,7 @@ def linear_hem_loss(
         linear_bias: bias :math:`b` of the layer.
         margin, power, delta, margin_index, threshold, above_zero: as in `hem_loss`.
         weight, sample_weight, ignore_index, reduction, normalizer, check_labels: as in `cross_entropy`.
-        workspace, backend: as in `linear_cross_entropy`.
+        shift, workspace, backend: as in `linear_cross_entropy`.
 
     **Convention**: as `linear_cross_entropy`, with `hem_loss` in place of `cross_entropy`.
 
@@ -199,7 +226,7 @@ def linear_hem_loss(
         input, linear_weight, target, loss=hem_loss, linear_bias=linear_bias, margin=margin, power=power, delta=delta,
         margin_index=margin_index, threshold=threshold, above_zero=above_zero, weight=weight, sample_weight=sample_weight,
         ignore_index=ignore_index, reduction=reduction, normalizer=normalizer, check_labels=check_labels,
-        workspace=workspace, backend=backend,
+        shift=shift, workspace=workspace, backend=backend,
     )  # fmt: skip
 
 
@@ -210,6 +237,7 @@ def linear_loss(
     *,
     loss: str = "focal",
     linear_bias: Tensor | None = None,  # (C)
+    shift: bool = False,
     workspace: int = WORKSPACE,
     backend: str | None = None,
     **loss_arguments: Any,
@@ -226,7 +254,7 @@ def linear_loss(
         target: class indices shaped like `input` without its last dimension, or what else the loss takes.
         loss: name of a loss with labels in `pylosses.LOSSES`, of family "softmax" or "margin".
         linear_bias: bias :math:`b` of the layer.
-        workspace, backend: as in `linear_cross_entropy`.
+        shift, workspace, backend: as in `linear_cross_entropy`.
         loss_arguments: the keyword arguments of that loss; `weight` are class weights.
 
     **Convention**: as `linear_cross_entropy`, with the named loss in place of `cross_entropy`.
@@ -238,8 +266,8 @@ def linear_loss(
     tensor(0.0109)
     """
     return reference(
-        input, linear_weight, target, loss=_row_loss(loss), linear_bias=linear_bias, workspace=workspace, backend=backend,
-        **loss_arguments,
+        input, linear_weight, target, loss=_row_loss(loss), linear_bias=linear_bias, shift=shift, workspace=workspace,
+        backend=backend, **loss_arguments,
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ is a vector, and a second backward make the logits again, block by block.
 
 Rows that cannot matter cost nothing: ignored rows are left out of the first product, and rows without a margin loss, whose G is
 zero, of those behind it.
+
+Some logits may be given instead of computed, a few in each row: that is how a contrastive loss has its own pairs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from . import cpu
 from .autograd import _PLAIN, Call, twice
 from .check import bad_label
+from .parallel_group import ShardedHead
 
 #: Default bytes of a block. The products take some 15 MiB of their own.
 WORKSPACE = 48 * 2**20
@@ -42,23 +45,28 @@ class Product(Tensor):
     w: Tensor  # (C, D)
     b: Tensor | None  # (C)
     workspace: int
+    given: tuple[Tensor, Tensor] | None  # (N, K) classes and their logits, in the place of the product's
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def made(self) -> Tensor:
-        return _made(self.h, self.w, self.b)
+        return _made(self.h, self.w, self.b, self.given)
 
 
-def product(h: Tensor, w: Tensor, b: Tensor | None, workspace: int) -> Tensor:
+def product(
+    h: Tensor, w: Tensor, b: Tensor | None, workspace: int = WORKSPACE, given: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The logits (C), (N, C) or (N, C, ...), the classes second as the row losses have them: a `Product` where blocks can be
     made later, else the tensor."""
+    if isinstance(w, ShardedHead):
+        return w.logits(h)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _made(h, w, b)
+        return _made(h, w, b, given)
     if not all(type(t) in _PLAIN and t.layout is torch.strided and t.device.type == "cpu" for t in (h, w, b) if t is not None):
-        return _made(h, w, b)
+        return _made(h, w, b, given)
     x = torch.empty((), dtype=_dtype(h, w)).expand(*h.shape[:-1], len(w))
     x = (x.movedim(-1, 1) if x.dim() > 2 else x).as_subclass(Product)
-    x.h, x.w, x.b, x.workspace = h, w, b, workspace
+    x.h, x.w, x.b, x.workspace, x.given = h, w, b, workspace, given
     return x
 
 
@@ -67,41 +75,53 @@ def _dtype(h: Tensor, w: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (h.dtype, w.dtype) else torch.float32
 
 
-def _made(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+def _made(h: Tensor, w: Tensor, b: Tensor | None, given: tuple[Tensor, Tensor] | None) -> Tensor:
     dtype = _dtype(h, w)
     with torch.autocast(h.device.type, enabled=False):
         x = torch.nn.functional.linear(h.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+    if given is not None:
+        x = x.scatter(1, given[0], given[1].to(dtype))
     return x.movedim(-1, 1) if x.dim() > 2 else x
 
 
 def fused_product(call: Call, x: Product) -> Tensor:
     """The reduced loss of `call` on the logits that x stands for, differentiable once."""
-    factors = (x.h, x.w, x.b)
+    factors = Factors(x.h, x.w, x.b, *(x.given or (None, None)))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in factors):
         return FusedProduct.apply(*factors, call, x.workspace)
     return _run(call, factors, _NOTHING, x.workspace)[0]
 
 
-_Factors = tuple[Tensor, Tensor, Tensor | None]
-_Wanted = tuple[bool, bool, bool]
-_NOTHING = (False, False, False)
+class Factors(NamedTuple):
+    """What the logits are made of."""
+
+    h: Tensor
+    w: Tensor
+    b: Tensor | None
+    classes: Tensor | None  # (N, K) where `values` are in the place of the product's logits
+    values: Tensor | None
+
+
+_Wanted = tuple[bool, ...]  # which of the factors need a gradient
+_NOTHING = (False,) * 5
 
 
 class FusedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, call: Call, workspace: int) -> Tensor:
-        wanted = _NOTHING if call.reduction == "none" else ctx.needs_input_grad[:3]
-        loss, ctx.ahead = _run(call, (h, w, b), wanted, workspace)
-        ctx.save_for_backward(h, w, b, *call.tensors())
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        factors, call, workspace = Factors(*inputs[:5]), *inputs[5:]
+        wanted = _NOTHING if call.reduction == "none" else ctx.needs_input_grad[:5]
+        loss, ctx.ahead = _run(call, factors, wanted, workspace)
+        ctx.save_for_backward(*factors, *call.tensors())
         ctx.call, ctx.workspace = call, workspace
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factors = ctx.saved_tensors[:3]
+        factors = Factors(*ctx.saved_tensors[:5])
         # Handed out once: they are the caller's then. A second backward finds none and computes its own.
         gradients, ctx.ahead = ctx.ahead, None
-        wanted = ctx.needs_input_grad[:3]
+        wanted = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # create_graph=True
             return *Once.apply(*factors, grad, ctx.call, wanted, ctx.workspace), None, None
         return *_backward(ctx.call, factors, wanted, ctx.workspace, grad, gradients), None, None
@@ -111,10 +131,9 @@ class Once(torch.autograd.Function):
     """Gradients that may be part of a graph but not be differentiated again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, call: Call, wanted: _Wanted, workspace: int
-    ) -> tuple[Tensor | None, ...]:
-        return _backward(call, (h, w, b), wanted, workspace, grad, None)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        grad, call, wanted, workspace = inputs[5:]
+        return _backward(call, Factors(*inputs[:5]), wanted, workspace, grad, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -122,7 +141,7 @@ class Once(torch.autograd.Function):
 
 
 def _backward(
-    call: Call, factors: _Factors, wanted: _Wanted, workspace: int, grad: Tensor, gradients: Gradients | None
+    call: Call, factors: Factors, wanted: _Wanted, workspace: int, grad: Tensor, gradients: Gradients | None
 ) -> tuple[Tensor | None, ...]:
     if call.reduction == "none":
         gradients, factor = _run(call, factors, wanted, workspace, grad.reshape(-1))[1], 1.0
@@ -179,14 +198,21 @@ def _rows(call: Call, h: Tensor, classes: int) -> Rows:
 class Gradients:
     """Sums over the blocks, in the dtype of the statistics until backward knows the last factor: one rounding, no underflow."""
 
-    def __init__(self, factors: _Factors, wanted: _Wanted, dtype: torch.dtype) -> None:
-        h, w, b = factors
+    def __init__(self, factors: Factors, wanted: _Wanted, dtype: torch.dtype) -> None:
+        h, w, values = factors.h, factors.w, factors.values
         self.dtype = dtype
-        self.h = torch.zeros(h.shape[:-1].numel(), h.shape[-1], dtype=dtype) if wanted[0] else None
-        self.w = torch.empty(w.shape, dtype=dtype) if wanted[1] else None
-        self.b = torch.zeros(len(w), dtype=dtype) if wanted[2] else None
+        self.h = torch.zeros(h.shape[:-1].numel(), h.shape[-1], dtype=dtype, device=h.device) if wanted[0] else None
+        self.w = torch.empty(w.shape, dtype=dtype, device=w.device) if wanted[1] else None
+        self.b = torch.zeros(len(w), dtype=dtype, device=w.device) if wanted[2] else None
+        self.values = torch.zeros_like(values, dtype=dtype) if values is not None and wanted[4] else None
         self.fresh = True  # nothing was added
         self.factor = 1.0  # what is still to be multiplied
+
+    def take_given(self, g: Tensor, classes: Tensor, rows: slice | Tensor) -> None:
+        """The gradient of the logits that were given; the product had no part in them."""
+        if self.values is not None:
+            self.values[rows] = g.gather(1, classes)
+        g.scatter_(1, classes, 0)
 
     def add(self, g: Tensor, h: Tensor, rows: slice | Tensor, w: Tensor) -> None:
         """Rows g (n, C) of the logits' gradient: those of the features h (n, D), which are the call's `rows`."""
@@ -198,20 +224,20 @@ class Gradients:
             else:
                 self.w.addmm_(g.t(), h)
         if self.h is not None:
-            part = self.h[rows] if isinstance(rows, slice) else torch.empty(len(g), self.h.shape[1], dtype=self.dtype)
+            part = self.h[rows] if isinstance(rows, slice) else g.new_empty(len(g), self.h.shape[1])
             for i, (classes, head) in enumerate(_parts(w, self.dtype)):
                 torch.addmm(part, g[:, classes], head, beta=min(i, 1), out=part)
             if not isinstance(rows, slice):
                 self.h[rows] = part
         self.fresh = False
 
-    def times(self, factor: float, factors: _Factors) -> tuple[Tensor | None, ...]:
+    def times(self, factor: float, factors: Factors) -> tuple[Tensor | None, ...]:
         """The gradients, each in the dtype and shape of its tensor. They are given away."""
         factor *= self.factor
         found: list[Tensor | None] = []
         if self.fresh and self.w is not None:
             self.w.zero_()
-        for gradient, like in zip((self.h, self.w, self.b), factors, strict=True):
+        for gradient, like in zip((self.h, self.w, self.b, None, self.values), factors, strict=True):
             if gradient is None or like is None:
                 found.append(None)
                 continue
@@ -272,10 +298,10 @@ def _block_rows(rows: int, classes: int, features: int, bytes_a_number: int, buf
 
 
 def _run(
-    call: Call, factors: _Factors, wanted: _Wanted, workspace: int, upstream: Tensor | None = None
+    call: Call, factors: Factors, wanted: _Wanted, workspace: int, upstream: Tensor | None = None
 ) -> tuple[Tensor, Gradients]:
     """The loss and, of those `wanted`, the gradients for an upstream gradient of 1, or for the rows' `upstream`."""
-    h, w, b = factors
+    h, w, b, classes, values = factors
     dtype = _dtype(h, w)
     b = None if b is None else b.to(dtype)
     with torch.autocast("cpu", enabled=False):
@@ -299,10 +325,14 @@ def _run(
             features = rows.h[take].to(dtype)
             x, g = (m[waiting.count : waiting.count + last - first] for m in (memory[0], memory[-1]))
             _logits(features, w, b, out=x)
+            if classes is not None and values is not None:
+                x.scatter_(1, classes[take], values[take].to(dtype))
             block = rows.part(call, take)
             first = last
             if at_once and any(wanted):
                 total += float(cpu.forward_ahead(block, x, out=g)[0])
+                if classes is not None:
+                    gradients.take_given(g, classes[take], take)
                 waiting.add(g, features, take)
             elif at_once:
                 total += float(cpu.forward(block, x, False)[0])
@@ -311,6 +341,8 @@ def _run(
                 if saved is not None:
                     up = _upstream(reduced.reduction, losses[take], upstream, take)
                     cpu.backward(block, x, saved, up, out=g)
+                    if classes is not None:
+                        gradients.take_given(g, classes[take], take)
                     waiting.add(*(_with_loss(g, features, losses, take) if call.kernel == "hem" else (g, features, take)))
             if 2 * waiting.count > size or (first == rows.living() and waiting.count > 0):
                 gradients.add(*waiting.taken(), w)
@@ -321,7 +353,7 @@ def _run(
     return _reduced(reduced, losses, rows, gradients), gradients
 
 
-def _with_one_divisor(call: Call, rows: Rows, factors: _Factors, workspace: int) -> tuple[Call, Rows]:
+def _with_one_divisor(call: Call, rows: Rows, factors: Factors, workspace: int) -> tuple[Call, Rows]:
     """The call with what its mean divides by, where the labels tell, as its normalizer: the same for every block."""
     two = call.kernel == "cross_entropy" and call.scalars[3] > 0 and call.weight is not None and rows.y is not None
     if call.normalizer is not None or call.reduction not in ("mean", "above_zero"):

@@ -21,8 +21,7 @@ FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "
 
 #: Why a fused backend has no kernels for a family ("*": for any). A loss adds its own reasons in `LossSpec.missing`.
 NO_KERNELS: dict[str, dict[str, str]] = {
-    "cpu": {"contrastive": "the contrastive family has no C++ kernels yet"}
-    | {"metric": "a metric is computed once, in plain PyTorch"},
+    "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {"*": "the CUDA kernels are not written yet"},
     "triton": {"*": "the Triton kernels are not written yet"},
 }

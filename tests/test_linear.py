@@ -513,3 +513,61 @@ def test_peak_is_seen():
     h, w, y = big(2048, 32000)
     with pytest.raises(AssertionError, match="MiB were taken"), memory_bound(96 * MEBIBYTE):
         step("linear_cross_entropy", "reference", "mean", h, w, y)
+
+
+# Causal language models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8], ids=name_of)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_hem_loss", "linear_loss"])
+def test_shift(function, reduction, kind):
+    """Features at a position meet the label at the next: the same as two slices, in the shape of the labels."""
+    g = torch.Generator().manual_seed(2)
+    h, w = torch.randn(3, 9, D, generator=g).double(), torch.randn(FEW, D, generator=g).double()
+    y, s = torch.randint(0, FEW, (3, 9), generator=g).to(kind), torch.rand(3, 9, generator=g).double()
+    ignore = 4 if kind == torch.uint8 else IGNORE
+    y[1, 5] = ignore
+    x, z = leaves(h, w), leaves(h, w)
+    arguments = {"reduction": reduction, "workspace": TINY} | ({} if ignore == IGNORE else {"ignore_index": ignore})
+    loss = getattr(pylosses, function)
+    got = loss(*x, y, shift=True, sample_weight=s, **arguments)
+    wanted = loss(z[0][:, :-1], z[1], y[:, 1:], sample_weight=s[:, 1:], **arguments)
+    if reduction == "none":
+        assert got.shape == y.shape and not got[:, -1].any()
+        got = got[:, :-1]
+    close("loss", got, wanted, rtol=1e-13)
+    for a, e in zip(gradients(got, x), gradients(wanted, z), strict=True):
+        close("gradient", a, e, rtol=1e-12)
+
+
+def test_shift_of_labels_that_cannot_say_ignored():
+    """uint8 labels hold no -100."""
+    h, w, y = torch.randn(2, 5, D), torch.randn(FEW, D), torch.randint(0, FEW, (2, 5), dtype=torch.uint8)
+    wanted = pylosses.linear_cross_entropy(h[:, :-1], w, y[:, 1:])
+    close("loss", pylosses.linear_cross_entropy(h, w, y, shift=True), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_shift_of_short_sequences(length):
+    """One position predicts nothing: 0, with zero gradients."""
+    h, w = torch.randn(4, length, D, requires_grad=True), torch.randn(FEW, D, requires_grad=True)
+    loss = pylosses.linear_cross_entropy(h, w, torch.zeros(4, length, dtype=torch.long), shift=True)
+    grads = torch.autograd.grad(loss, (h, w))
+    assert (float(loss.detach()) > 0) == (length > 1) and all(bool(g.any()) == (length > 1) for g in grads)
+
+
+def test_shift_copies_no_features():
+    """torch's allocator: besides the gradients, nothing has the size of the features."""
+    h, w = torch.randn(8, 512, 256, requires_grad=True), torch.randn(FEW, 256, requires_grad=True)
+    y = torch.randint(0, FEW, (8, 512))
+    sizes, _ = allocations(lambda: step("linear_cross_entropy", None, "mean", h, w, y, shift=True, workspace=2**19))
+    assert sum(size >= h.nbytes for size in sizes) == 1, "the gradient of the features is the only one"
+
+
+def test_shift_refuses():
+    h, w = torch.randn(4, D), torch.randn(FEW, D)
+    with pytest.raises(ValueError, match="shift needs class indices"):
+        pylosses.linear_cross_entropy(h, w, torch.rand(4, FEW), shift=True)
+    with pytest.raises(ValueError, match=r"shift needs a sequence.*got \(\)"):
+        pylosses.linear_cross_entropy(h[0], w, torch.tensor(1), shift=True)

@@ -29,7 +29,10 @@ fi
 stamp=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp | cksum)
 if [ "$(cat .venv/.built 2>/dev/null || true)" != "$stamp" ]; then
     say "installing the tools and building pylosses"
-    .venv/bin/pip install -q --disable-pip-version-check -e '.[bench,lint,test]'
+    .venv/bin/pip install -q --disable-pip-version-check -e '.[bench,lint,test,transformers]' torch==2.13.0
+    # The editable install also puts the source tree and the folder above it on sys.path, where everybody would take the folders
+    # in them for packages: transformers for one looks for a `kernels`.
+    sed -i '/^\//d' .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth
     echo "$stamp" >.venv/.built
 fi
 say "ready: $(.venv/bin/python -c 'import pylosses; print("pylosses", pylosses.__version__, "with", ", ".join(b.name for b in pylosses.backends() if b.available))')"

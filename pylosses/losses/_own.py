@@ -17,6 +17,14 @@ REDUCTIONS = ("none", "sum", "mean")
 _NO_PROBLEM = Problem(torch.empty(0), None, None, None, None, None, -100, "mean", None, False, 0, torch.Size(), torch.float32)
 
 
+def fused_or_reference(spec: LossSpec, x: Tensor, backend: str | None) -> str:
+    """The backend of a loss that runs on the linear driver: "cpu", or "reference" also where torch traces."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    asked = "reference" if traced and backend is None else backend
+    chosen = choose(spec, _NO_PROBLEM._replace(x=x), asked, None)
+    return chosen if len(x) else "reference"
+
+
 def only_reference(spec: LossSpec, backend: str | None) -> None:
     """Refuse a backend that was asked for and has no kernel of this loss, with the reason of the table of losses."""
     chosen = choose(spec, _NO_PROBLEM, backend, None)

@@ -72,6 +72,7 @@ SPEC = register(
         inputs="own",
         reference=reference,
         drivers=("contrastive",),
+        missing={"cpu": "it has no matrix of similarities: a few passes over the vectors, in plain PyTorch"},
         samples=({}, {"gamma": 3.0, "reduction": "mean"}),
         default_reduction="sum",
         paper="Balancing Robustness and Sensitivity using Feature Contrastive Learning, eq. (9)",

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import check
+from ..linear_fused import product
 from ..module import module_of
 from ..spec import LossSpec, register
-from ._own import REDUCTIONS, full_precision, only_reference, reduced, temperature_of, unit, vectors
+from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
+from .cross_entropy import SPEC as CROSS_ENTROPY
+from .cross_entropy import cross_entropy
 
 
 def reference(
@@ -31,6 +34,31 @@ def reference(
     if negative_valid is not None:
         hard = torch.where(negative_valid, hard, -torch.inf)
     return -torch.log_softmax(torch.cat([similarity, hard[:, None]], dim=1), dim=1).diagonal()
+
+
+def fused(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    temperature: float | Tensor,
+    negative_valid: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """The reduced loss, by that of a linear layer whose weight is the anchors; a row's own two pairs are given to it."""
+    if negative_valid is not None:
+        negative = torch.where(negative_valid[:, None], negative, 0)
+    anchor, positive, negative = unit(anchor), unit(positive), unit(negative)
+    hard = (anchor * negative).sum(dim=1) / temperature
+    if negative_valid is not None:
+        hard = torch.where(negative_valid, hard, -torch.inf)
+    values = torch.stack([(anchor * positive).sum(dim=1) / temperature, hard], dim=1)
+    own = torch.arange(len(anchor))
+    weight = torch.cat([anchor, anchor.new_zeros(1, anchor.shape[1])])  # the last class is the row's own negative
+    rows = product(
+        anchor / temperature, weight, None, given=(torch.stack([own, torch.full_like(own, len(own))], dim=1), values)
+    )
+    return cross_entropy(rows, own, reduction=reduction, backend="cpu")
 
 
 def feature_contrastive_loss(
@@ -58,10 +86,11 @@ def feature_contrastive_loss(
         temperature: :math:`T`, above 0: a number, or a 0-d tensor that may require a gradient.
         negative_valid: which negatives count; the paper drops one whose largest utility is below 1e-12.
         reduction: "sum" (the paper's), "mean" or "none".
-        backend: "reference" or None; others raise with the reason.
+        backend: "cpu" makes the similarities block by block, "reference" stores them; None picks.
 
     **Convention**
 
+    - the (B, B) similarity matrix is **never stored** on the CPU, see `info_nce_loss`.
     - `mean` divides by B, with or without dropped negatives. A single row with a dropped negative gives 0, as do no rows.
     - a dropped negative is never read. A zero vector has similarity 0 and gradient 0.
     - half precision is computed in float32, also under autocast; the loss is float32, or float64 if an input is.
@@ -84,8 +113,10 @@ def feature_contrastive_loss(
             )
         check.same_device("negative_valid", negative_valid, anchor)
     check.choice("reduction", reduction, REDUCTIONS)
-    only_reference(SPEC, backend)
+    chosen = fused_or_reference(SPEC, anchor, backend)
     scale = temperature_of(temperature, anchor)
+    if chosen == "cpu":
+        return fused(anchor, positive, negative, temperature=scale, negative_valid=negative_valid, reduction=reduction)
     return reduced(reference(anchor, positive, negative, temperature=scale, negative_valid=negative_valid), reduction)
 
 
@@ -99,7 +130,9 @@ SPEC = register(
         family="contrastive",
         inputs="own",
         reference=reference,
-        drivers=("contrastive",),
+        kernel=CROSS_ENTROPY.kernel,
+        pack=CROSS_ENTROPY.pack,
+        drivers=("linear",),
         samples=({}, {"temperature": 0.5, "reduction": "mean"}),
         default_reduction="sum",
         paper="Balancing Robustness and Sensitivity using Feature Contrastive Learning, eq. (6)",

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import check
+from ..linear_fused import product
 from ..module import module_of
 from ..spec import LossSpec, register
-from ._own import REDUCTIONS, full_precision, only_reference, reduced, temperature_of, unit, vectors
+from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
+from .cross_entropy import SPEC as CROSS_ENTROPY
+from .cross_entropy import cross_entropy
 
 
 def reference(a: Tensor, b: Tensor, *, temperature: float | Tensor, symmetric: bool, label_smoothing: float) -> Tensor:
@@ -29,6 +32,19 @@ def _smoothed_nll(logits: Tensor, label_smoothing: float) -> Tensor:
     if label_smoothing > 0:
         value = (1 - label_smoothing) * value - label_smoothing / max(len(logp), 1) * logp.sum(dim=1)
     return value
+
+
+def fused(
+    a: Tensor, b: Tensor, *, temperature: float | Tensor, symmetric: bool, label_smoothing: float, reduction: str
+) -> Tensor:
+    """The reduced loss, by two losses of a linear layer whose weight is the other batch."""
+    a, b = unit(a), unit(b)
+
+    def one_way(h: Tensor, w: Tensor) -> Tensor:
+        rows, own = product(h / temperature, w, None), torch.arange(len(h))
+        return cross_entropy(rows, own, label_smoothing=label_smoothing, reduction=reduction, backend="cpu")
+
+    return (one_way(a, b) + one_way(b, a)) / 2 if symmetric else one_way(a, b)
 
 
 def info_nce_loss(
@@ -53,11 +69,13 @@ def info_nce_loss(
         symmetric: average both directions; False looks up a in b alone.
         label_smoothing: mass spread uniformly over all N candidates.
         reduction: "mean", "sum" or "none" over the N pairs.
-        backend: "reference" or None; others raise with the reason.
+        backend: "cpu" makes the similarities block by block, "reference" stores them; None picks.
 
     **Convention**
 
-    - the whole (N, N) similarity matrix is stored in this version.
+    - the (N, N) similarity matrix is **never stored** on the CPU: a block of rows at a time, its similarities become its loss
+      and at once its share of the gradients, as in `linear_cross_entropy`. It is under torch.compile and torch.func, and on
+      other devices.
     - a zero vector has similarity 0 to all others and gradient 0. No pairs give 0.
     - half precision is computed in float32, also under autocast; the loss is float32, or float64 if an input is.
 
@@ -70,9 +88,11 @@ def info_nce_loss(
     a, b = vectors(a=a, b=b)
     label_smoothing = check.number("label_smoothing", label_smoothing, least=0.0, most=1.0)
     check.choice("reduction", reduction, REDUCTIONS)
-    only_reference(SPEC, backend)
-    scale = temperature_of(temperature, a)
-    return reduced(reference(a, b, temperature=scale, symmetric=bool(symmetric), label_smoothing=label_smoothing), reduction)
+    chosen = fused_or_reference(SPEC, a, backend)
+    scale, symmetric = temperature_of(temperature, a), bool(symmetric)
+    if chosen == "cpu":
+        return fused(a, b, temperature=scale, symmetric=symmetric, label_smoothing=label_smoothing, reduction=reduction)
+    return reduced(reference(a, b, temperature=scale, symmetric=symmetric, label_smoothing=label_smoothing), reduction)
 
 
 InfoNCELoss = module_of(info_nce_loss, "InfoNCELoss")
@@ -85,7 +105,9 @@ SPEC = register(
         family="contrastive",
         inputs="own",
         reference=reference,
-        drivers=("contrastive",),
+        kernel=CROSS_ENTROPY.kernel,
+        pack=CROSS_ENTROPY.pack,
+        drivers=("linear",),
         samples=({}, {"temperature": 0.5, "label_smoothing": 0.1}, {"symmetric": False}),
         paper="Radford et al. 2021, CLIP; Deuser et al. 2023, Sample4Geo",
     )

@@ -11,6 +11,7 @@ L = w_y alpha_y f(p)
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,42 +28,34 @@ from .focal import focal_rows
 KINDS = ("ce", "focal", "gce", "mae", "sumexp", "compsum", "dco", "sce")
 
 
-def reference(
-    rows: Rows,
-    *,
-    kind: str,
-    gamma: float,
-    q: float,
-    tau: float,
-    n: float,
-    a: float,
-    b: float,
-    floor: float,
-    alpha: Tensor | None,
-) -> RowLoss:
-    logp = rows.label(torch.log_softmax(rows.x, dim=1))
-    if kind == "ce":
-        value = -logp
-    elif kind == "focal":
-        value = focal_rows(logp, gamma)
-    elif kind == "gce":
-        value = -torch.expm1(q * logp) / q
-    elif kind == "mae":
-        value = -torch.expm1(logp)
-    elif kind == "sumexp":
-        value = torch.expm1(-logp)
-    elif kind == "compsum":
-        value = -logp if tau == 1 else torch.expm1((tau - 1) * logp) / (1 - tau)
-    elif kind == "dco":
-        value = _dco_rows(logp, n)
-    else:
-        value = -b * floor * -torch.expm1(logp)
-        if a > 0:  # 0 * inf at a masked target
-            value = value - a * logp
+def reference(rows: Rows, *, alpha: Tensor | None, **own: Any) -> RowLoss:
+    value = target_rows(rows.label(torch.log_softmax(rows.x, dim=1)), **own)
     if alpha is not None:
         value = value * rows.label(alpha)
     w = rows.label_weight()
     return RowLoss(value if w is None else value * w, w)
+
+
+def target_rows(
+    logp: Tensor, *, kind: str, gamma: float, q: float, tau: float, n: float, a: float, b: float, floor: float
+) -> Tensor:
+    """f of (R) log-probabilities of the labels."""
+    if kind == "ce":
+        return -logp
+    if kind == "focal":
+        return focal_rows(logp, gamma)
+    if kind == "gce":
+        return -torch.expm1(q * logp) / q
+    if kind == "mae":
+        return -torch.expm1(logp)
+    if kind == "sumexp":
+        return torch.expm1(-logp)
+    if kind == "compsum":
+        return -logp if tau == 1 else torch.expm1((tau - 1) * logp) / (1 - tau)
+    if kind == "dco":
+        return _dco_rows(logp, n)
+    value = -b * floor * -torch.expm1(logp)
+    return value - a * logp if a > 0 else value  # 0 * inf at a masked target
 
 
 def _dco_rows(logp: Tensor, n: float) -> Tensor:

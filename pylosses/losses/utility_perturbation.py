@@ -90,6 +90,7 @@ SPEC = register(
         inputs="own",
         reference=reference,
         drivers=("contrastive",),
+        missing={"cpu": "it makes noise, in plain PyTorch, and is no loss"},
         samples=({"k": 2, "sigma": 0.5},),
         paper="Balancing Robustness and Sensitivity using Feature Contrastive Learning, def. 3",
     )
