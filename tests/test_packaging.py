@@ -39,7 +39,8 @@ def environment(folder, wheel):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("wheel"), "-C", "cmake.define.PYLOSSES_ISAS=none")
+    # What is installed is tested here, not how fast it is: one instruction set, not optimised.
+    return build(tmp_path_factory.mktemp("wheel"), "-C", "cmake.define.PYLOSSES_ISAS=none", "-C", "cmake.build-type=Debug")
 
 
 @pytest.fixture(scope="module")
