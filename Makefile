@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bars test check sanitize lint format setup clean
+.PHONY: bench bench-full bars gpu-report test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -10,6 +10,9 @@ bench-full: setup
 
 bars: setup
 	$(BIN)/python -m pylosses.bench.bars
+
+gpu-report: setup
+	$(BIN)/python tools/gpu_report.py
 
 test: setup
 	$(BIN)/pytest -n 2 tests

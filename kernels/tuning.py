@@ -1,0 +1,66 @@
+"""Every hardware number of the Triton kernels: block sizes and warps by shape. A static table: autotuning needs a device."""
+
+from typing import NamedTuple
+
+#: Numbers that a lane holds: enough loads in flight, few enough registers. Short rows and pixels hold statistics beside them.
+PER_LANE = 32
+PER_LANE_MANY_ROWS = 16
+LANES = 32
+MOST_WARPS = 16
+
+#: Classes of a row that a program takes at a time, and so the longest row that a loss which needs it twice reads once.
+LONGEST = 8192
+
+#: Numbers in a block of several short rows, and rows and classes in a block of pixels.
+SHORT_ROWS = 2048
+PIXELS = 128
+PIXEL_CLASSES = 32
+
+#: Region: positions and classes of a block, tiles that a program adds up, and the block in which their sums are added.
+REGION_PIXELS = 64
+REGION_WHOLE = 64
+REGION_PER_LANE = 8
+REGION_TILES = 16
+REGION_CLASSES = 32
+REGION_PARTS = 32
+
+#: Rows of a program that sees no logits.
+ROWS_ALONE = 256
+
+#: Partial sums that the last kernel of a reduction reads at a time.
+FINISH = 1024
+
+
+class Tile(NamedTuple):
+    rows: int
+    block: int  #: classes
+    warps: int
+
+
+def tile(positions: int, classes: int, across_classes: bool, itemsize: int, *, twice: bool = False) -> Tile:
+    """The block of a program: `across_classes` when neighbouring numbers are classes; `twice`: the row is needed twice."""
+    whole = _power_of_two(classes)
+    wide = 2 if itemsize == 8 else 1  # float64 takes two registers a number
+    if not across_classes:
+        rows = min(PIXELS, max(16, _power_of_two(positions)))
+        block = min(whole, PIXEL_CLASSES)
+        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS))
+    block = min(whole, LONGEST // wide)
+    rows = max(1, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
+    return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
+
+
+def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
+    """The same for the region family, whose sums over positions want many rows and hold four numbers for each."""
+    whole = _power_of_two(classes)
+    if whole <= REGION_WHOLE:
+        return Tile(REGION_PIXELS, whole, _warps(REGION_PIXELS * whole, REGION_PER_LANE))
+    return Tile(32, 128, 8) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8)
+
+
+def _warps(numbers: int, each: int) -> int:
+    return max(1, min(MOST_WARPS, _power_of_two(numbers // (each * LANES))))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
