@@ -1,5 +1,6 @@
 """From tensors to a kernel launch: where the rows lie, what the kernels of every family are told, and the last reduction."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Geometry(NamedTuple):
     positions: int
     classes: int
     rows: int
-    at: tuple[tuple[int, ...], ...]  #: strides of each tensor
+    at: tuple[tuple[Any, ...], ...]  #: strides of each tensor, and what divides them
 
 
 def geometry(*tensors: Tensor, split: bool = False) -> Geometry | None:
@@ -58,7 +59,9 @@ def geometry(*tensors: Tensor, split: bool = False) -> Geometry | None:
     missing = 4 - len(sizes)
     sizes[int(split) : int(split)] = [1] * missing
     steps[int(split) : int(split)] = [(0,) * len(tensors)] * missing
-    at = tuple(tuple(step[i] for step in steps) + (strides[i][1],) for i in range(len(tensors)))
+    lanes_along_classes = all(s[1] == 1 for s in strides)
+    unit = math.gcd(16, shape[1], *(s for step in steps for s in step)) if lanes_along_classes else 1
+    at = tuple((*(step[i] for step in steps), strides[i][1], tl.constexpr(unit)) for i in range(len(tensors)))
     return Geometry((sizes[1], sizes[2]), sizes[0] * sizes[1] * sizes[2], sizes[3], shape[1], rows, at)
 
 

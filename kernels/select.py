@@ -181,8 +181,8 @@ def backward(
     i_before = saved(p_saved, rows, count, 4, live).to(tl.int32)
     i_last = saved(p_saved, rows, count, 5, live).to(tl.int32)
     up, _ = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, False)
-    some = live & (i_last < NOWHERE) & (i_before < NOWHERE)
-    m = load_label(p_x, i_first.to(tl.int64), x_at, live & (i_first < NOWHERE), ACC)
+    some = live & READ & (i_last < NOWHERE) & (i_before < NOWHERE)
+    m = load_label(p_x, i_first.to(tl.int64), x_at, live & READ & (i_first < NOWHERE), ACC)
     before = load_label(p_x, i_before.to(tl.int64), x_at, some, ACC)
     last = load_label(p_x, i_last.to(tl.int64), x_at, some, ACC)
     nan = rest - rest

@@ -19,6 +19,7 @@ from .tile import (
     class_pointers,
     counted,
     emit,
+    inside,
     labels_of,
     load_block,
     load_classes,
@@ -35,10 +36,10 @@ from .tile import (
 @triton.jit
 def load_targets(p_soft, o_c, at, read, p_weight, eps, C, ACC: tl.constexpr):
     """[ROWS, BLOCK] weights q; 0 past the last class."""
-    inside = read[:, None] & (o_c < C)[None, :]
-    q = tl.load(class_pointers(p_soft, o_c, at), inside, other=0.0).to(ACC)
+    exists = read[:, None] & inside(o_c, at, C)
+    q = tl.load(class_pointers(p_soft, o_c, at), exists, other=0.0).to(ACC)
     q = ((1.0 - eps) * q + eps / C) * load_classes(p_weight, o_c, C, 1.0, ACC)
-    return tl.where(inside, q, 0.0)
+    return tl.where(exists, q, 0.0)
 
 
 @triton.jit

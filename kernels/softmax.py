@@ -188,7 +188,7 @@ def label_logit(x_label, p_shift, labels, k, SCALED: tl.constexpr, CAPPED: tl.co
 @triton.jit
 def total_weight(p_weight_sum, C, ACC: tl.constexpr):
     if p_weight_sum is None:
-        return (C + 0).to(ACC)
+        return tl.cast(C, ACC)
     else:
         return tl.load(p_weight_sum)
 

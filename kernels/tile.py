@@ -1,7 +1,8 @@
 """What every driver shares: which rows a program has, where they lie, what they weigh, how their losses leave.
 
 A tensor (N, C, *) is seen as `outer` indices times S inner positions times C classes, and a program has ROWS neighbouring
-positions of one outer index. `at` holds a tensor's strides: three of the outer dimensions, of the positions, of the classes.
+positions of one outer index. `at` holds a tensor's strides: three of the outer dimensions, of the positions, of the classes;
+and a power of two that divides C and all of them but the classes' (the compiler itself only looks for 16).
 Blocks are [ROWS, BLOCK]; whether lanes run across classes or across positions follows from the strides.
 """
 
@@ -40,7 +41,8 @@ def row_pointers(p, at, outer, rows):
     i_0 = rows.outer // outer[1] // outer[0]
     i_1 = rows.outer // outer[1] % outer[0]
     i_2 = rows.outer % outer[1]
-    return p + (i_0 * at[0] + i_1 * at[1] + i_2 * at[2]) + rows.position * at[3]
+    offset = (i_0 * at[0] + i_1 * at[1] + i_2 * at[2]) + rows.position * at[3]
+    return p + (offset // at[5] * at[5] if at[5] > 1 else offset)
 
 
 @triton.jit
@@ -49,14 +51,20 @@ def class_pointers(p_rows, o_c, at):
 
 
 @triton.jit
+def inside(o_c, at, C):
+    """[1, BLOCK]"""
+    return (o_c < (C // at[5] * at[5] if at[5] > 1 else C))[None, :]
+
+
+@triton.jit
 def load_block(p_rows, o_c, at, read, C, ACC: tl.constexpr):
     """[ROWS, BLOCK] logits; -inf past the last class and in rows that are not to be read."""
-    return tl.load(class_pointers(p_rows, o_c, at), read[:, None] & (o_c < C)[None, :], other=-float("inf")).to(ACC)
+    return tl.load(class_pointers(p_rows, o_c, at), read[:, None] & inside(o_c, at, C), other=-float("inf")).to(ACC)
 
 
 @triton.jit
 def store_block(p_rows, o_c, at, exists, C, value):
-    tl.store(class_pointers(p_rows, o_c, at), value.to(p_rows.dtype.element_ty), exists[:, None] & (o_c < C)[None, :])
+    tl.store(class_pointers(p_rows, o_c, at), value.to(p_rows.dtype.element_ty), exists[:, None] & inside(o_c, at, C))
 
 
 @triton.jit
@@ -148,12 +156,17 @@ def emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTI
 def save(p_saved, rows, count, k, value, live):
     """Statistic k of every row; behind the two divisors."""
     if p_saved is not None:
-        tl.store(p_saved + 2 + k * count + rows.number, tl.where(live, value, 0.0), rows.exists)
+        tl.store(_place(p_saved, rows, count, k), tl.where(live, value, 0.0), rows.exists)
 
 
 @triton.jit
 def saved(p_saved, rows, count, k, live):
-    return tl.load(p_saved + 2 + k * count + rows.number, live, other=0.0)
+    return tl.load(_place(p_saved, rows, count, k), live, other=0.0)
+
+
+@triton.jit
+def _place(p_saved, rows, count, k):
+    return p_saved + 2 + k * tl.cast(count, tl.int64) + rows.number
 
 
 @triton.jit

@@ -16,9 +16,11 @@ SHORT_ROWS = 2048
 PIXELS = 128
 PIXEL_CLASSES = 32
 
-#: Region: positions and classes of a block, tiles that a program adds up, and the block in which their sums are added.
+#: Region: numbers of a block and its positions, classes that are read once, tiles that a program adds up, and the block in
+#: which their sums are added.
+REGION_NUMBERS = 4096
 REGION_PIXELS = 64
-REGION_WHOLE = 64
+REGION_WHOLE = 256
 REGION_PER_LANE = 8
 REGION_TILES = 16
 REGION_CLASSES = 32
@@ -54,7 +56,8 @@ def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
     """The same for the region family, whose sums over positions want many rows and hold four numbers for each."""
     whole = _power_of_two(classes)
     if whole <= REGION_WHOLE:
-        return Tile(REGION_PIXELS, whole, _warps(REGION_PIXELS * whole, REGION_PER_LANE))
+        rows = min(REGION_PIXELS, REGION_NUMBERS // whole)
+        return Tile(rows, whole, _warps(rows * whole, REGION_PER_LANE))
     return Tile(32, 128, 8) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ptx
@@ -35,23 +35,14 @@ def execute(launch: Launch, edit: Callable[[str], str] = lambda text: text) -> d
     """Run one launch on the memory of its tensors, every one of which may be touched and nothing else."""
     numbers: list[Any] = []
     buffers: dict[int, tuple[str, int, int]] = {}
-    for name, kind in launch.compiled.src.signature.items():
-        for argument in _flat(kind, launch.arguments[name]):
-            if isinstance(argument, Tensor):
-                storage = argument.untyped_storage()
-                buffers.setdefault(storage.data_ptr(), (name, storage.data_ptr(), storage.nbytes()))
-                argument = argument.data_ptr()
-            numbers.append(argument)
+    for name, argument in launch.parameters():
+        if isinstance(argument, Tensor):
+            storage = argument.untyped_storage()
+            buffers.setdefault(storage.data_ptr(), (name, storage.data_ptr(), storage.nbytes()))
+            argument = argument.data_ptr()
+        numbers.append(argument)
     kernel = ptx.Kernel(edit(launch.compiled.asm["ptx"]))
     sim = ptx.Sim(kernel, launch.grid, 32 * launch.warps, numbers, buffers.values(), smem=launch.compiled.metadata.shared)
     sim.run()
     return sim.traffic
 
-
-def _flat(kind: Any, argument: Any) -> Iterator[Any]:
-    """The arguments that the compiled kernel still has."""
-    if isinstance(kind, tuple):
-        for each, value in zip(kind, argument, strict=True):
-            yield from _flat(each, value)
-    elif kind != "constexpr":
-        yield argument
