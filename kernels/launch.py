@@ -1,6 +1,7 @@
 """From tensors to a kernel launch: where the rows lie, what the kernels of every family are told, and the last reduction."""
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .formula import Formula
 from .tile import finish
-from .tuning import FINISH, Tile, region_tile, tile
+from .tuning import FINISH, Tile, most_registers, region_tile, tile
 
 NUMBERS = 8  #: a loss has at most so many in `Arguments.numbers`
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "above_zero": 3}
@@ -88,7 +89,15 @@ def partial_sums(call: Any, x: Tensor, programs: int) -> Tensor | None:
 
 def launch(kernel: Any, programs: tuple[int], num_warps: int, **known: Any) -> None:
     """Launch `kernel` with those of the known arguments that it has."""
-    kernel[programs](**{name: known[name] for name in kernel.arg_names}, num_warps=num_warps)
+    options = {"num_warps": num_warps}
+    if not triton.knobs.runtime.interpret and _backend(triton.runtime.driver.active) == "cuda":
+        options["maxnreg"] = most_registers(num_warps)
+    kernel[programs](**{name: known[name] for name in kernel.arg_names}, **options)
+
+
+@cache
+def _backend(driver: Any) -> str:
+    return driver.get_current_target().backend
 
 
 def shared(formula: Formula, call: Any, x: Tensor, g: Geometry, block: Tile) -> dict[str, Any]:

@@ -2,11 +2,17 @@
 
 from typing import NamedTuple
 
-#: Numbers that a lane holds: enough loads in flight, few enough registers. Short rows and pixels hold statistics beside them.
+#: Numbers that a lane holds: enough loads in flight, few enough registers. Short rows and pixels hold statistics beside them,
+#: most of all pixels of a loss that needs a row twice.
 PER_LANE = 32
 PER_LANE_MANY_ROWS = 16
+PER_LANE_PIXELS_TWICE = 8
 LANES = 32
 MOST_WARPS = 16
+
+#: NVIDIA's registers: of a multiprocessor, and the most of a lane.
+REGISTERS = 65536
+REGISTERS_PER_LANE = 255
 
 #: Classes of a row that a program takes at a time, and so the longest row that a loss which needs it twice reads once.
 LONGEST = 8192
@@ -18,7 +24,7 @@ PIXEL_CLASSES = 32
 
 #: Region: numbers of a block and its positions, classes that are read once, tiles that a program adds up, and the block in
 #: which their sums are added.
-REGION_NUMBERS = 4096
+REGION_NUMBERS = 2048
 REGION_PIXELS = 64
 REGION_WHOLE = 256
 REGION_PER_LANE = 8
@@ -44,9 +50,9 @@ def tile(positions: int, classes: int, across_classes: bool, itemsize: int, *, t
     whole = _power_of_two(classes)
     wide = 2 if itemsize == 8 else 1  # float64 takes two registers a number
     if not across_classes:
-        rows = min(PIXELS, max(16, _power_of_two(positions)))
+        rows = min(PIXELS // 2 if twice else PIXELS, max(16, _power_of_two(positions)))
         block = min(whole, PIXEL_CLASSES)
-        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS))
+        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_PIXELS_TWICE if twice else PER_LANE_MANY_ROWS))
     block = min(whole, LONGEST // wide)
     rows = max(1, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
     return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
@@ -59,6 +65,11 @@ def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
         rows = min(REGION_PIXELS, REGION_NUMBERS // whole)
         return Tile(rows, whole, _warps(rows * whole, REGION_PER_LANE))
     return Tile(32, 128, 8) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8)
+
+
+def most_registers(warps: int) -> int:
+    """What ptxas may use: left alone, it keeps to 128 registers and spills some numbers where a few more would do."""
+    return min(REGISTERS_PER_LANE, REGISTERS // (LANES * warps))
 
 
 def _warps(numbers: int, each: int) -> int:

@@ -6,7 +6,6 @@ its own arguments, recorded, and handed to `execute` instead of a device.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what the kernels were tested with; later versions change the default
 
-import ptx
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -127,10 +125,10 @@ def resources(launch: Launch) -> Resources:
         wide = len(re.findall(r"\b(?:ld|st)\.global[\w.:]*(?:\.v4\.b32|\.v2\.b64)", ptx))
         return Resources(int(re.search(r"Used (\d+) registers", log)[1]), spilled, shared, loads, stores, wide)
     text = compiled.asm["amdgcn"]
-    number = {k: int(re.search(rf"\.{k}:\s*(\d+)", text)[1]) for k in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
+    number = {k: int(re.search(rf"\.{k}:\s*(\d+)", text)[1]) for k in ("vgpr_count", "vgpr_spill_count")}
     return Resources(
         number["vgpr_count"],
-        4 * (number["vgpr_spill_count"] + number["sgpr_spill_count"]),
+        4 * number["vgpr_spill_count"],  # scalar registers spill to lanes of vector registers, not to memory
         shared,
         len(re.findall(r"(?:global|buffer)_load", text)),
         len(re.findall(r"(?:global|buffer)_store", text)),
@@ -144,52 +142,12 @@ def _ptxas(ptx: str, arch: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        for tool in ("ptxas-blackwell", "ptxas"):  # the older one does not know the newer versions of PTX
+        for tool in ("ptxas-blackwell", "ptxas") if arch >= 100 else ("ptxas", "ptxas-blackwell"):  # as Triton does
             command = [tools / tool, "-v", f"--gpu-name={name}", source, "-o", Path(folder) / "kernel.cubin"]
             done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
             if done.returncode == 0:
                 return done.stderr
     raise RuntimeError(done.stderr)
-
-
-class Accesses(NamedTuple):
-    """How often the innermost loop over the classes, or a kernel without one, touches each element of its blocks."""
-
-    loads: float  #: of the logits
-    stores: float  #: of the gradient
-
-
-def accesses(launch: Launch) -> list[Accesses]:
-    """Of each loop of an NVIDIA kernel that touches logits or gradient, in order; of the whole kernel when there is no loop.
-
-    Static: an address belongs to the pointer parameter that it was computed from.
-    """
-    kernel = ptx.Kernel(launch.compiled.asm["ptx"])
-    names = [name for name, _ in launch.parameters()]
-    came_from: dict[str, str] = {f"[{p[0]}]": name for p, name in zip(kernel.params, names, strict=False) if name.startswith("p_")}
-    found: list[tuple[int, str, int]] = []  # instruction, pointer, bytes
-    backward: list[tuple[int, int]] = []
-    for i, (_, _, op, operands, _) in enumerate(kernel.code):
-        if op[0] == "bra" and kernel.labels[operands[0]] <= i:
-            backward.append((kernel.labels[operands[0]], i))
-        sources = [came_from[o] for text in operands[1:] for o in re.findall(r"%\w+|\[\w+\]", text) if o in came_from]
-        if op[0] in ("ld", "st") and "global" in op:
-            address = operands[1 if op[0] == "ld" else 0].strip("[] ").partition("+")[0].strip()
-            many = next((int(o[1]) for o in op if re.fullmatch(r"v\d", o)), 1)
-            if address in came_from:
-                found.append((i, op[0] + came_from[address], many * ptx.BITS[op[-1]] // 8))
-        elif sources and op[0] in ("ld", "mov", "cvta", "add", "mad", "selp"):
-            came_from[operands[0]] = sources[0]
-    tile = launch.arguments["ROWS"] * launch.arguments["BLOCK"] / (32 * launch.warps)
-    own = launch.arguments["p_x"].element_size()
-
-    def of(first: int, last: int) -> Accesses:
-        each = {kind: sum(b for i, k, b in found if k == kind and first <= i <= last) for kind in ("ldp_x", "stp_grad")}
-        return Accesses(each["ldp_x"] / own / max(tile, 1), each["stp_grad"] / own / max(tile, 1))
-
-    loops = [loop for loop in backward if any(map(math.ceil, of(*loop)))]
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return [of(*loop) for loop in sorted(inner)] or [of(0, len(kernel.code))]
 
 
 def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | None = None, soft: bool = False) -> Call:
@@ -203,7 +161,9 @@ def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | Non
     if spec.inputs == "labelled":
         shape = x.shape[:1] + x.shape[2:]
         generator = torch.Generator().manual_seed(1)
-        inputs.append(torch.softmax(x.float(), 1) if soft else torch.randint(0, x.shape[1], shape, generator=generator))
+        inputs.append(
+            torch.rand(x.shape, generator=generator) if soft else torch.randint(0, x.shape[1], shape, generator=generator)
+        )
     keep, real = pylosses.call.fused, backend.absent
     try:
         pylosses.call.fused = lambda call, problem: caught.append(call)

@@ -18,13 +18,13 @@ class Run(NamedTuple):
     loss: Tensor
     saved: Tensor
     gradient: Tensor
-    traffic: list[tuple[str, dict[str, list[int]]]]  #: kernel -> argument -> [bytes read, bytes written]
+    traffic: list[tuple[Launch, dict[str, list[int]]]]  #: of each launch, argument -> [bytes read, bytes written]
 
 
 def run(target: str, call: Call, x: Tensor, up: Tensor | None = None, edit: Callable[[str], str] = lambda text: text) -> Run:
     """Loss and gradient of a call, by the code compiled for `target`; `edit` may spoil the PTX."""
-    traffic: list[tuple[str, dict[str, list[int]]]] = []
-    with compiling(target, lambda launch: traffic.append((launch.name, execute(launch, edit)))):
+    traffic: list[tuple[Launch, dict[str, list[int]]]] = []
+    with compiling(target, lambda launch: traffic.append((launch, execute(launch, edit)))):
         loss, saved = backend.forward(call, x, True)
         up = torch.ones_like(loss) if up is None else up.to(loss.dtype)
         gradient = backend.backward(call, x, saved, up)

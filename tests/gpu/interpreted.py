@@ -1,6 +1,7 @@
 """The matrix of tests/test_backends_agree.py and test_golden.py through Triton's interpreter; run by tests/test_triton.py.
 
-The dtype turns with the case, so that every loss meets every kind of row and every dtype in a few minutes.
+The dtype turns with the case, so that every loss with all its arguments meets every kind of row, in a minute or two. `make
+gpu-check` runs the same tests, and many more, in all dtypes.
 """
 
 import sys
@@ -10,9 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from cases import DTYPES, INF, KINDS, LABELLED, NAN, UNLABELLED, case, layouts, row_by_row, run, upstream_for
+import faster  # noqa: F401
+from cases import (
+    DTYPES,
+    INF,
+    KINDS,
+    LABELLED,
+    NAN,
+    UNLABELLED,
+    Case,
+    arguments_of,
+    case,
+    layouts,
+    row_by_row,
+    run,
+    upstream_for,
+)
 from golden import calls, load
 from test_backends_agree import compare, compare_soft, same_results, soft_case
 from test_golden import check as check_golden
@@ -37,20 +53,35 @@ def test_the_interpreter_runs():
     assert set(triton.kernels()) == {spec.kernel for spec in LOSSES_HERE}
 
 
+def kinds_for(spec, sample):
+    """Every kind of row; rows of many blocks only once for a loss, or a family."""
+    for kind in KINDS:
+        if kind == "wide" and (sample > 0 or spec.family == "region"):
+            continue
+        if kind == "huge" and (sample > 0 or spec.name not in ("cross_entropy", "hem", "entropy", "tta", "adr")):
+            continue
+        if kind in ("special", "masked") and spec.family == "region" or kind == "special" and not row_by_row(spec, sample):
+            continue  # with sums over the batch one NaN or infinity is everywhere
+        yield kind
+
+
 @pytest.mark.parametrize(("spec", "sample"), SAMPLES)
 def test_rows(spec, sample):
-    """Every kind of row for the first sample, a few for the others; rows of several blocks for one loss of each family."""
-    for kind in KINDS if sample == 0 else ("plain", "peaked", "offset", "ignored", "two_classes"):
-        if kind == "special" and not row_by_row(spec, sample):
-            continue  # with a mean over the batch one NaN is everywhere
-        if kind == "huge" and spec.name not in ("cross_entropy", "hem", "entropy", "tta", "adr"):
-            continue
+    for kind in kinds_for(spec, sample):
         c = case(spec, sample, kind, dtype_of(spec.name, sample, kind))
         if spec.family != "region":
             c = c.but(reduction="none")
-        elif kind in ("special", "masked"):
-            continue  # one NaN or infinity makes the whole batch so
         compare(c, "triton", f"{spec.function}[{kind}]")
+
+
+@pytest.mark.parametrize("layout", ["rows", "pixels"])
+@pytest.mark.parametrize("spec", [s for s in LOSSES_HERE if s.family == "region"], ids=lambda s: s.name)
+def test_region_of_several_blocks(spec, layout):
+    """More classes than a block of the region family holds."""
+    dtype = dtype_of(spec.name, layout)
+    x, y = case(spec, 0, "wide", dtype).inputs
+    c = Case(spec, (x[:, :300].clone(), y % 300), arguments_of(spec, 0, 300, dtype), 300)
+    compare(c.shaped(1, 3, 1) if layout == "pixels" else c, "triton", f"{spec.function}[{layout}]")
 
 
 @pytest.mark.parametrize(("spec", "sample"), SAMPLES)
