@@ -3,10 +3,10 @@
     phi = H / log C or C / (C - 1) sum p (1 - p), of the row or, with BATCH, its mean over the rows that count
     T = sum of p^2 or p over the `top` largest classes            L = F(T, phi), see losses/adr.py
 
-Two kernels each way: one over the logits, and one over the rows, before or after the mean of phi. Both losses see the logits in
-the same read. Saved per row: how it counts (0 not live, 1 counted, 2 left out by above_zero), rest (see entropy.py), mu or the
-sum of squares, the selected e^(x - m) but the first (or their squares), the first class and the last selected one, phi; with
-cross-entropy its m, d and Q.
+Two kernels each way: one over the logits, and one over the rows (adr_rows.py), before or after the mean of phi. Both losses see
+the logits in the same read. Saved per row: how it counts (0 not live, 1 counted, 2 left out by above_zero), rest (see
+entropy.py), mu or the sum of squares, the selected e^(x - m) but the first (or their squares), the first class and the last
+selected one, phi; with cross-entropy its m, d and Q.
 """
 
 from typing import Any
@@ -16,16 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .adr_rows import ALONE, HARD, SOFT, losses, slopes
 from .entropy import ended, merged, moments_of, no_moments
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
 from .maths import exp, log, log1p
 from .select import NOWHERE, at_rank, behind, best_add, last_of, no_best, ranked
 from .soft import load_targets, soft_loss, soft_sums_add
-from .softmax import Sums, features, label_logit, mapped, row_of, sums_add, total_weight, weight_sum, with_spread
+from .softmax_row import Sums, features, label_logit, mapped, row_of, sums_add, total_weight, weight_sum, with_spread
 from .tile import (
-    counted,
-    emit,
     labels_of,
     load_block,
     load_classes,
@@ -39,8 +38,6 @@ from .tile import (
     weights_of,
 )
 from .tuning import ROWS_ALONE
-
-ALONE, HARD, SOFT = (tl.constexpr(i) for i in range(3))  # without cross-entropy, beside it with labels, with probabilities
 
 
 @triton.jit
@@ -114,69 +111,6 @@ def statistics(
         tl.store(p_ce + count + rows.number, tl.where(live, extra, 0.0), rows.exists)
         save(p_saved, rows, count, 7, sums.m, live)
         save(p_saved, rows, count, 8, sums.d, live)
-
-
-@triton.jit
-def own_phi(p_saved, p_mean, rows, count, live, BATCH: tl.constexpr):
-    if BATCH:
-        return tl.where(live, tl.load(p_mean), 0.0)
-    else:
-        return saved(p_saved, rows, count, 6, live)
-
-
-@triton.jit
-def concentration(p_saved, rows, count, live, L1: tl.constexpr):
-    """T: the first class and the others."""
-    d = 1.0 + saved(p_saved, rows, count, 1, live)
-    others = saved(p_saved, rows, count, 3, live)
-    if L1:
-        return (1.0 + others) / d
-    else:
-        return (1.0 + others) / d / d
-
-
-@triton.jit
-def losses(
-    p_y, p_weight, p_sample, p_ce, p_mean, p_loss, p_saved, p_partial, C, count, ignore, gamma: tl.float64,
-    DENSITY: tl.constexpr, OPTIONS: tl.constexpr, CE: tl.constexpr, BATCH: tl.constexpr, L1: tl.constexpr,
-    REDUCTION: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Row losses from the statistics, and how each row counts."""
-    rows = rows_of(count, ROWS)
-    labels = labels_of(p_y, rows, ignore, C, CE == HARD)
-    live = labels.live
-    weights = weights_of(p_weight if CE == HARD else None, None, p_sample, rows, labels, ACC)
-    t = concentration(p_saved, rows, count, live, L1)
-    f, _, _ = DENSITY(t, own_phi(p_saved, p_mean, rows, count, live, BATCH), OPTIONS)
-    if CE == ALONE:
-        loss = f
-        extra = tl.zeros((ROWS,), ACC)
-    else:
-        loss = tl.load(p_ce + rows.number, live, other=0.0)
-        extra = tl.load(p_ce + count + rows.number, live, other=0.0) + tl.full((), gamma, ACC) * f
-    emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTION)
-    left_in = counted(labels, weights, loss + extra, REDUCTION)
-    save(p_saved, rows, count, 0, tl.where(left_in, 1.0, 2.0), live)
-
-
-@triton.jit
-def slopes(
-    p_y, p_sample, p_mean, p_saved, p_up, p_slopes, C, count, ignore, gamma: tl.float64,
-    DENSITY: tl.constexpr, OPTIONS: tl.constexpr, CE: tl.constexpr, BATCH: tl.constexpr, L1: tl.constexpr,
-    REDUCTION: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(2, rows) dL/dphi and dL/dT, upstream gradient included."""
-    rows = rows_of(count, ROWS)
-    labels = labels_of(p_y, rows, ignore, C, CE == HARD)
-    live = labels.live & (saved(p_saved, rows, count, 0, labels.live) == 1)
-    weights = weights_of(None, None, p_sample, rows, labels, ACC)
-    up, _ = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, CE != ALONE)
-    if CE != ALONE:
-        up = up * tl.full((), gamma, ACC)
-    t = concentration(p_saved, rows, count, live, L1)
-    _, by_phi, by_t = DENSITY(t, own_phi(p_saved, p_mean, rows, count, live, BATCH), OPTIONS)
-    tl.store(p_slopes + rows.number, tl.where(live, up * by_phi, 0.0), rows.exists)
-    tl.store(p_slopes + count + rows.number, tl.where(live, up * by_t, 0.0), rows.exists)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
 from .maths import exp, log
-from .softmax import Sums, mapped
+from .softmax_row import Sums, mapped
 from .tile import (
     class_pointers,
     counted,

@@ -50,7 +50,7 @@ def tile(positions: int, classes: int, across_classes: bool, itemsize: int, *, t
     whole = _power_of_two(classes)
     wide = 2 if itemsize == 8 else 1  # float64 takes two registers a number
     if not across_classes:
-        rows = min(PIXELS // 2 if twice else PIXELS, max(16, _power_of_two(positions)))
+        rows = min(PIXELS // wide // (2 if twice else 1), max(16, _power_of_two(positions)))
         block = min(whole, PIXEL_CLASSES)
         return Tile(rows, block, _warps(rows * block * wide, PER_LANE_PIXELS_TWICE if twice else PER_LANE_MANY_ROWS))
     block = min(whole, LONGEST // wide)

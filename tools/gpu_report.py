@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -55,19 +56,22 @@ class Compiled(NamedTuple):
 
 
 def configurations(quick: bool) -> Iterator[Compiled]:
-    """Every loss with its first arguments everywhere; what is rarer (float64, many classes of pixels) and further arguments,
-    which switch parts of a kernel on, on one architecture: registers hardly differ between them."""
+    """Every loss everywhere with its first arguments. What is rarer, on one architecture, since registers hardly differ between
+    them: float64, many classes of pixels, and further arguments, which switch parts of a kernel on, where registers are scarce."""
     for arch in DEVICES:
         for spec in LOSSES.values():
             if spec.why_not("triton") is not None:
                 continue
+            common = {(LONG, torch.bfloat16), (SHORT, torch.float32), (PIXELS, torch.bfloat16)}
+            scarce = {(MANY, torch.bfloat16), (MANY, torch.float64), (LONG, torch.float64)}
             shapes = (PIXELS, MANY) if spec.family == "region" else (LONG, SHORT, PIXELS, MANY)
             for sample in range(1 if quick else len(spec.samples)):
-                for shape in shapes[:1] if quick else shapes:
-                    for dtype in DTYPES[:1] if quick else DTYPES:
-                        rare = sample > 0 or shape == MANY or dtype == torch.float64
-                        if arch == "sm_90" and (sample == 0 or dtype != torch.float32) or not rare:
-                            yield Compiled(arch, spec.name, sample, shape, dtype)
+                wanted = (
+                    (common | scarce if arch == "sm_90" else common) if sample == 0 else scarce if arch == "sm_90" else set()
+                )
+                for shape, dtype in product(shapes, DTYPES):
+                    if (shape, dtype) in (common if quick else wanted):
+                        yield Compiled(arch, spec.name, sample, shape, dtype)
 
 
 def occupancy(found: Resources, warps: int, arch: str) -> str:
@@ -111,10 +115,11 @@ def row(config: Compiled) -> list[tuple[str, int]]:
 HEAD = """# Triton kernels on GPUs: **modelled, not measured**
 
 Compiled ahead of time by `make gpu-report`, with the specialisation of the shapes shown; no GPU took part. The number behind a
-loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them. Bytes
-per logit are the traffic model, which the executed PTX is held to (tests/test_triton.py). Loads + stores are what the innermost
-loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single logits, such as
-the label's, count with it. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of the data sheet.
+loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them.
+Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton.py). Loads + stores are what the
+innermost loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single
+logits, such as the label's, count with it. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
+the data sheet.
 
 | loss | kernel | shape | dtype | device | warps | registers | spilled bytes | shared bytes | occupancy | bytes per logit \
 | loads + stores | modelled time |

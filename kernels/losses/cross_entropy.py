@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..formula import Arguments, Formula
-from ..softmax import SoftmaxResult, features
+from ..softmax_row import SoftmaxResult, features
 
 
 @triton.jit

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from ..formula import Arguments, Formula
-from ..region import ClassResult
-from ..softmax import features
+from ..region_sums import ClassResult
+from ..softmax_row import features
 
 LITERAL, ZERO, EXCLUDE = (tl.constexpr(i) for i in range(3))
 FAINTEST = tl.constexpr(-745.0)  # the logarithm of the smallest float64

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..formula import Arguments, Formula
 from ..maths import exp
-from ..softmax import features, through_a
+from ..softmax_row import features, through_a
 
 
 @triton.jit

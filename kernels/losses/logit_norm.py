@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..formula import Arguments, Formula
-from ..softmax import features, through_a
+from ..softmax_row import features, through_a
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..formula import Arguments, Formula
 from ..maths import exp, expm1, log, log1p
-from ..softmax import features, through_a
+from ..softmax_row import features, through_a
 from .focal import with_gamma
 
 CE, FOCAL, GCE, MAE, SUMEXP, COMPSUM, DCO, SCE = (tl.constexpr(i) for i in range(8))

@@ -45,4 +45,3 @@ def execute(launch: Launch, edit: Callable[[str], str] = lambda text: text) -> d
     sim = ptx.Sim(kernel, launch.grid, 32 * launch.warps, numbers, buffers.values(), smem=launch.compiled.metadata.shared)
     sim.run()
     return sim.traffic
-

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import faster  # noqa: F401
 from cases import (

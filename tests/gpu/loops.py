@@ -17,7 +17,7 @@ class Accesses(NamedTuple):
 
 
 def accesses(launch: Launch) -> list[Accesses]:
-    """Of each innermost loop that touches logits or gradient; of the whole kernel, single logits and all, when there is none."""
+    """Of each innermost loop that touches logits or gradient; else of the whole kernel, single logits and all."""
     kernel = ptx.Kernel(launch.compiled.asm["ptx"])
     found = touched(kernel, [name for name, _ in launch.parameters()])
     numbers = launch.arguments["ROWS"] * launch.arguments["BLOCK"] / (32 * launch.warps)  # of a block, a lane
@@ -49,7 +49,7 @@ def touched(kernel: ptx.Kernel, names: list[str]) -> list[tuple[int, str, int]]:
 
 
 def loops(kernel: ptx.Kernel) -> list[set[int]]:
-    """The instructions of each natural loop: a branch back to a place that every way to it passes, and all that lies between."""
+    """The instructions of each natural loop: a branch back to a place that every way to it passes, and what lies between."""
     code = kernel.code
     starts = sorted({0, *kernel.labels.values(), *(i + 1 for i, c in enumerate(code) if c[2][0] in ("bra", "ret", "exit"))})
     starts = [s for s in starts if s < len(code)]

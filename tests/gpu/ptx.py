@@ -482,7 +482,9 @@ class Sim:
             for half, to in enumerate(ops[0].split("|")):
                 x, y = (view((G(i, "b32") >> np.uint32(16 * half)).astype(np.uint16), ty[:-2]) for i in (1, 2))
                 unordered = np.isnan(x) | np.isnan(y)
-                r = {"eq": x == y, "neu": x != y, "ne": (x != y) & ~unordered, "gt": x > y, "lt": x < y, "nan": unordered}[op[1]]
+                r = {"eq": x == y, "neu": x != y, "ne": (x != y) & ~unordered, "gt": x > y, "lt": x < y, "nan": unordered}[
+                    op[1]
+                ]
                 self.put(to, r, "pred", a)
         elif o == "setp":
             x, y = G(1), G(2)
