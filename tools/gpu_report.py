@@ -57,7 +57,7 @@ class Compiled(NamedTuple):
 
 def configurations(quick: bool) -> Iterator[Compiled]:
     """Every loss everywhere with its first arguments. What is rarer, on one architecture, since registers hardly differ between
-    them: float64, many classes of pixels, and further arguments, which switch parts of a kernel on, where registers are scarce."""
+    them: float64, many classes of pixels, and further arguments, which switch parts of a kernel on."""
     for arch in DEVICES:
         for spec in LOSSES.values():
             if spec.why_not("triton") is not None:
