@@ -204,7 +204,7 @@ def check_executed(name, sample, soft, form, target, edit=lambda text: text):
             continue
         model, size = traffic(launch), x.element_size()
         read, once = bytes_of["p_x"][0], live * x.shape[1] * size
-        most = model.reads * once + model.singles * live * size
+        most = model.reads * once + 2 * model.singles * live * size  # a compiler may load single logits in two layouts
         assert read <= most, f"{launch.name} reads {read} bytes of logits, the model {most}"
         if spec.family != "margin":  # which skips rows without an error
             assert read >= model.reads * once

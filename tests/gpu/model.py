@@ -10,7 +10,7 @@ from ahead import Launch
 class Traffic(NamedTuple):
     reads: int  #: of each logit of a row that counts
     writes: int  #: of each place of the gradient
-    singles: int  #: single logits of a row read beside that: the label's, those that bound the selected classes; at most
+    singles: int  #: at most so many single logits of a row beside that: the label's, those that bound the selected classes
 
 
 def traffic(launch: Launch) -> Traffic:
