@@ -46,6 +46,13 @@ def test_absence_has_a_reason():
         pylosses.cross_entropy(torch.randn(2, 3), torch.tensor([0, 1]), backend="triton")
 
 
+def test_works_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import torch, pylosses; print(pylosses.backends()['triton'].reason); "
+    code += "print(float(pylosses.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]))))"
+    reason, loss = python(code, TRITON_INTERPRET="1").splitlines()
+    assert "not installed" in reason and float(loss) == pytest.approx(1.3862944)
+
+
 @needs_triton
 def test_interpreter_makes_it_available():
     code = "import torch, pylosses; x = torch.zeros(2, 4); print(float(pylosses.entropy_loss(x, backend='triton')))"
