@@ -223,7 +223,7 @@ def _mean_phi(known: dict[str, Any], statistics: Tensor) -> tuple[Tensor | None,
 def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, saved_rows: Tensor | None) -> None:
     soft = () if call.soft is None else (call.soft,)
     g = geometry(x, *soft)
-    block = block_of(g, x)
+    block = block_of(g, x, crowded=True)
     known = _known(formula, call, x, g, block)
     if saved_rows is None:  # the kernel over the rows reads them
         saved_rows = loss.new_empty(2 + g.rows * formula.saved)
@@ -239,7 +239,7 @@ def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, saved_r
 def launch_backward(formula: Formula, call: Any, x: Tensor, saved_rows: Tensor, up: Tensor, grad: Tensor) -> None:
     soft = () if call.soft is None else (call.soft,)
     g = geometry(x, grad, *soft)
-    block = block_of(g, x)
+    block = block_of(g, x, crowded=True)
     known = _known(formula, call, x, g, block)
     by = saved_rows.new_empty((2, g.rows))
     programs, rows = _per_row(known)

@@ -66,12 +66,12 @@ def geometry(*tensors: Tensor, split: bool = False) -> Geometry | None:
     return Geometry((sizes[1], sizes[2]), sizes[0] * sizes[1] * sizes[2], sizes[3], shape[1], rows, at)
 
 
-def block_of(g: Geometry, x: Tensor, *, twice: bool = False, region: bool = False) -> Tile:
+def block_of(g: Geometry, x: Tensor, *, twice: bool = False, crowded: bool = False, region: bool = False) -> Tile:
     position, classes = g.at[0][3], g.at[0][4]
     across = g.positions == 1 or abs(classes) <= abs(position)
     if region:
         return region_tile(g.positions, g.classes, across)
-    return tile(g.positions, g.classes, across, x.element_size(), twice=twice)
+    return tile(g.positions, g.classes, across, x.element_size(), twice=twice, crowded=crowded)
 
 
 def grid(g: Geometry, block: Tile) -> tuple[int]:

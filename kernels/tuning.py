@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 #: Numbers that a lane holds: enough loads in flight, few enough registers. Short rows and pixels hold statistics beside them,
-#: most of all pixels of a loss that needs a row twice.
+#: most of all pixels of a loss that needs a row twice or saves much.
 PER_LANE = 32
 PER_LANE_MANY_ROWS = 16
-PER_LANE_PIXELS_TWICE = 8
+PER_LANE_CROWDED = 8
 LANES = 32
 MOST_WARPS = 16
 
@@ -45,14 +45,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(positions: int, classes: int, across_classes: bool, itemsize: int, *, twice: bool = False) -> Tile:
-    """The block of a program: `across_classes` when neighbouring numbers are classes; `twice`: the row is needed twice."""
+def tile(
+    positions: int, classes: int, across_classes: bool, itemsize: int, *, twice: bool = False, crowded: bool = False
+) -> Tile:
+    """The block of a program: `across_classes` when neighbouring numbers are classes; `twice`: the row is needed twice;
+    `crowded`: there are many statistics of a row."""
     whole = _power_of_two(classes)
     wide = 2 if itemsize == 8 else 1  # float64 takes two registers a number
     if not across_classes:
-        rows = min(PIXELS // wide // (2 if twice else 1), max(16, _power_of_two(positions)))
+        crowded = crowded or twice
+        rows = min(PIXELS // wide // (2 if crowded else 1), max(16, _power_of_two(positions)))
         block = min(whole, PIXEL_CLASSES)
-        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_PIXELS_TWICE if twice else PER_LANE_MANY_ROWS))
+        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_CROWDED if crowded else PER_LANE_MANY_ROWS))
     block = min(whole, LONGEST // wide)
     rows = max(1, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
     return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
