@@ -229,6 +229,35 @@ def test_ptx_computes_the_loss(name, sample, soft, form, target):
 
 
 @needs_triton
+@pytest.mark.parametrize("classes", [40, 36, 34, 33])
+def test_vectors_are_aligned(classes):
+    """Rows whose length 8, 4, 2 or 1 divides, at an aligned address and at one that is not; misaligned accesses raise."""
+    from ahead import call_of
+    from emulated import run
+
+    for offset in (0, 1):
+        x = nasty((7 * classes + offset, 1), torch.bfloat16).view(-1)[offset:].view(7, classes)
+        call = call_of("cross_entropy", x)
+        got = run("sm_90", call, x)
+        loss, gradient = truth("cross_entropy", 0, call, x, torch.ones(()))
+        assert float((got.loss - loss).abs()) <= 4e-6 * float(loss)
+        assert float((got.gradient.double() - gradient).abs().max()) <= 0.01 * float(gradient.abs().max())
+
+
+@needs_triton
+def test_other_strides_are_other_kernels():
+    """What divides the strides is compiled in, so the launcher must tell them apart."""
+    from ahead import call_of, compiling
+
+    with compiling("sm_80", forget=False) as launches:
+        for classes in (1000, 1004, 1001, 1000):
+            x = torch.randn(4, classes).bfloat16()
+            backend.forward(call_of("cross_entropy", x, reduction="none"), x, True)
+    a, b, c, again = (launch.compiled for launch in launches)
+    assert a is again and len({a, b, c}) == 3
+
+
+@needs_triton
 def test_a_removed_barrier_is_found():
     import ptx
     from emulated import run

@@ -84,14 +84,17 @@ class _Driver:
 
 
 @contextmanager
-def compiling(target: str, execute: Callable[[Launch], None] = lambda launch: None) -> Iterator[list[Launch]]:
-    """Collects the launches inside the block."""
+def compiling(
+    target: str, execute: Callable[[Launch], None] = lambda launch: None, *, forget: bool = True
+) -> Iterator[list[Launch]]:
+    """Collects the launches inside the block; `forget`: each is compiled, whatever an earlier one left for its arguments."""
     found: list[Launch] = []
     launching = jit.JITFunction.run
     triton.runtime.driver.set_active(_Driver(TARGETS[target]))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **known: Any) -> None:
-        self.device_caches.clear()  # of the device: it may have been another target
+        if forget:
+            self.device_caches.clear()  # of the device: it may have been another target
         compiled = launching(self, *args, grid=grid, warmup=True, **known)
         arguments = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in known.items() if k in self.arg_names}
         found.append(Launch(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", grid, compiled, arguments))
