@@ -64,7 +64,7 @@ class Best(NamedTuple):
 @triton.jit
 def no_best(COUNT: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr):
     o_k = tl.arange(0, KEEP)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    return Best(tl.where(o_k < COUNT, -float("inf"), float("inf")).to(ACC), NOWHERE + o_k)
+    return Best(tl.where(o_k < COUNT, -float("inf"), float("inf")).to(ACC), o_k + NOWHERE)
 
 
 @triton.jit
