@@ -87,10 +87,10 @@ def partial_sums(call: Any, x: Tensor, programs: int) -> Tensor | None:
     return None if call.reduction == "none" else x.new_empty((4, programs), dtype=torch.float64)
 
 
-def launch(kernel: Any, programs: tuple[int], num_warps: int, **known: Any) -> None:
+def launch(kernel: Any, programs: tuple[int], num_warps: int, crowded: bool = False, **known: Any) -> None:
     """Launch `kernel` with those of the known arguments that it has."""
     options = {"num_warps": num_warps}
-    if not triton.knobs.runtime.interpret and _backend(triton.runtime.driver.active) == "cuda":
+    if crowded and not triton.knobs.runtime.interpret and _backend(triton.runtime.driver.active) == "cuda":
         options["maxnreg"] = most_registers(num_warps)
     kernel[programs](**{name: known[name] for name in kernel.arg_names}, **options)
 
@@ -110,7 +110,7 @@ def shared(formula: Formula, call: Any, x: Tensor, g: Geometry, block: Tile) -> 
         "x_at": g.at[0], "ignore": call.ignore_index, **{f"k{i}": number for i, number in enumerate(numbers)},
         "FORMULA": formula.row, "OPTIONS": options, **features, "REDUCTION": REDUCTIONS[call.reduction],
         "ROWS": block.rows, "BLOCK": block.block, "WHOLE": block.block >= g.classes, "ACC": accumulate(x),
-        "num_warps": block.warps,
+        "num_warps": block.warps, "crowded": block.crowded,
     }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     rows: int
     block: int  #: classes
     warps: int
+    crowded: bool = False  #: registers are scarce
 
 
 def tile(
@@ -56,7 +57,7 @@ def tile(
         crowded = crowded or twice
         rows = min(PIXELS // wide // (2 if crowded else 1), max(16, _power_of_two(positions)))
         block = min(whole, PIXEL_CLASSES)
-        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_CROWDED if crowded else PER_LANE_MANY_ROWS))
+        return Tile(rows, block, _warps(rows * block * wide, PER_LANE_CROWDED if crowded else PER_LANE_MANY_ROWS), True)
     block = min(whole, LONGEST // wide)
     rows = max(1, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
     return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
@@ -67,12 +68,13 @@ def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
     whole = _power_of_two(classes)
     if whole <= REGION_WHOLE:
         rows = min(REGION_PIXELS, REGION_NUMBERS // whole)
-        return Tile(rows, whole, _warps(rows * whole, REGION_PER_LANE))
-    return Tile(32, 128, 8) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8)
+        return Tile(rows, whole, _warps(rows * whole, REGION_PER_LANE), True)
+    return Tile(32, 128, 8, True) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8, True)
 
 
 def most_registers(warps: int) -> int:
-    """What ptxas may use: left alone, it keeps to 128 registers and spills some numbers where a few more would do."""
+    """What ptxas may use in a crowded block: left alone, it keeps to 128 registers and spills where a few more would do. In
+    others it is left alone: it would take more than it needs."""
     return min(REGISTERS_PER_LANE, REGISTERS // (LANES * warps))
 
 
