@@ -207,7 +207,7 @@ def _known(formula: Formula, call: Any, x: Tensor, g: Any, block: Any) -> dict[s
 
 def _per_row(known: dict[str, Any]) -> tuple[tuple[int], dict[str, Any]]:
     """The launch of a kernel over the rows alone."""
-    return (triton.cdiv(known["count"], ROWS_ALONE),), known | {"ROWS": ROWS_ALONE, "num_warps": 4}
+    return (triton.cdiv(known["count"], ROWS_ALONE),), known | {"ROWS": ROWS_ALONE, "num_warps": 4, "crowded": True}
 
 
 def _mean_phi(known: dict[str, Any], statistics: Tensor) -> tuple[Tensor | None, Tensor | None]:
