@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bars test check sanitize lint format setup clean
+.PHONY: bench bench-full bars gpu-check gpu-report test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -10,6 +10,13 @@ bench-full: setup
 
 bars: setup
 	$(BIN)/python -m pylosses.bench.bars
+
+gpu-check: setup
+	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py
+	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(BIN)/pytest -n 2 -p faster -k triton tests/test_backends_agree.py tests/test_golden.py
+
+gpu-report: setup
+	$(BIN)/python tools/gpu_report.py
 
 test: setup
 	$(BIN)/pytest -n 2 tests

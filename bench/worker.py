@@ -114,7 +114,7 @@ class Measurement:
 
     def _leave_out(self) -> None:
         """Drop providers that cannot run here or killed an earlier worker, and those that need more memory than there is."""
-        memory = timing.available_memory()
+        memory = timing.available_memory(self.device)
         for provider in self.candidates:
             need = provider.need(self.shape)
             if provider.name in self.request["exclude"]:

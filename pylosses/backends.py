@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cpu
+from . import cpu, triton
 from .check import Problem
 from .spec import BACKENDS, NO_KERNELS, LossSpec
 
@@ -57,10 +57,14 @@ def backends() -> BackendList:
 
 def _absent(name: str) -> str | None:
     """Why backend `name` cannot run at all here, or None."""
+    if name == "triton":
+        return triton.absent()
     return cpu.absent if name == "cpu" else NO_KERNELS[name]["*"]
 
 
 def _present(name: str) -> str:
+    if name == "triton":
+        return "Triton kernels, interpreted on the CPU" if triton.interpreted() else "Triton kernels"
     return f"C++ kernels, {cpu.isa()} instruction set" if name == "cpu" else "available"
 
 
@@ -73,6 +77,8 @@ def why_not(name: str, spec: LossSpec, problem: Problem, obstacle: str | None) -
         return reason
     if name == "cpu" and not problem.x.is_cpu:
         return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
+    if name == "triton" and (reason := triton.why_not(problem.x.device)) is not None:
+        return reason
     if problem.x.layout is not torch.strided:
         return f"input has layout {problem.x.layout}; fused kernels take strided tensors"
     return obstacle

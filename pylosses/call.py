@@ -87,6 +87,8 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
     if chosen == "reference":
         return run_reference(spec, problem, own)
     assert spec.pack is not None and spec.kernel is not None
+    if chosen != "cpu" and problem.y is not None and _labels_are_checked(problem):  # the C++ kernels look themselves
+        _refuse(problem, _outside(problem.y.long(), problem))
     pack = spec.pack(problem, **own)
     y, s, ignore_index = problem.y, problem.sample_weight, problem.ignore_index
     if problem.mask is not None:  # a label-free kernel reads a mask as labels: 0 is ignored
@@ -134,6 +136,23 @@ def run_reference(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> Tens
     return reduce(loss, rows.live, problem)
 
 
+def _outside(y: Tensor, problem: Problem) -> Tensor:
+    """Where labels are neither classes nor ignored."""
+    return ((y < 0) | (y >= problem.classes)) & (y != problem.ignore_index)
+
+
+def _labels_are_checked(problem: Problem) -> bool:
+    """Whether a bad label is an error at once; elsewhere looking would wait for the device, and its row is NaN."""
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return eager and (problem.check_labels or problem.x.device.type == "cpu")
+
+
+def _refuse(problem: Problem, outside: Tensor) -> None:
+    assert problem.y is not None
+    if bool(outside.any()):
+        raise check.bad_label(problem.y, int(outside.reshape(-1).nonzero()[0]), problem.classes, problem.ignore_index)
+
+
 def _class_last(x: Tensor, classes: int) -> Tensor:
     return (x.movedim(1, -1) if x.dim() > 2 else x).reshape(-1, classes)
 
@@ -144,14 +163,10 @@ def _rows(problem: Problem) -> tuple[Rows, Tensor | None]:
     live = bad = y = soft = None
     if problem.y is not None:
         y = problem.y.reshape(-1).long()
-        ignored = y == problem.ignore_index
-        outside = ((y < 0) | (y >= problem.classes)) & ~ignored
-        live = ~(ignored | outside)
-        eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-        if eager and (problem.check_labels or problem.x.device.type == "cpu"):
-            if bool(outside.any()):
-                first = int(outside.nonzero()[0])
-                raise check.bad_label(problem.y, first, problem.classes, problem.ignore_index)
+        outside = _outside(y, problem)
+        live = (y != problem.ignore_index) & ~outside
+        if _labels_are_checked(problem):
+            _refuse(problem, outside)
             if bool(live.all()):
                 live = None
         else:

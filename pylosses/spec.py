@@ -23,7 +23,8 @@ FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "
 NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {"*": "the CUDA kernels are not written yet"},
-    "triton": {"*": "the Triton kernels are not written yet"},
+    "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "linear", "score")}
+    | {"metric": "a metric is computed once, in plain PyTorch"},
 }
 
 

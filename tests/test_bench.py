@@ -196,7 +196,7 @@ def test_a_missing_peer_and_one_that_needs_cuda_are_rows(monkeypatch):
 
 
 def test_too_little_memory_is_a_row(monkeypatch):
-    monkeypatch.setattr(timing, "available_memory", lambda: 1024)
+    monkeypatch.setattr(timing, "available_memory", lambda device: 1024)
     assert {row["status"] for name, row in measured().items() if name != "copy"} == {"memory"}
 
 
@@ -394,3 +394,40 @@ def test_the_printed_parity_table_is_up_to_date():
         assert f"| {peer.loss} | {peer.library}" in text and f"`{peer.theirs}`" in text and f"`{parity._ours(peer)}`" in text
     for library, theirs, loss, why in peers.DIFFERENT:
         assert f"| {loss} | {library} | `{theirs}` | {why} |" in text
+
+
+def test_device_clock(monkeypatch):
+    """On a GPU: an event before and after forward and after backward, nothing waited for between them, a cold cache before."""
+    said = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            said.append("event")
+
+        def elapsed_time(self, other):
+            assert said[-1] == "synchronize"
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: said.append("synchronize"))
+    monkeypatch.setattr(timing.DeviceClock, "FLUSH", 64)
+    clock = timing.DeviceClock("cpu")
+    clock.zeros.fill_(1)
+    monkeypatch.setattr(timing, "clock_of", lambda device: clock)
+
+    def call(x, y):
+        said.append("call")
+        assert not clock.zeros.any(), "the cache was not flushed"
+        return torch.nn.functional.cross_entropy(x, y)
+
+    x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    before = x.clone()
+    taken = timing.step(call, (x, y), "cuda", gradient=True)
+    assert taken == {"forward": 0.002, "backward": 0.002, "both": 0.004, "no_grad": 0.002}
+    assert said[:6] == ["synchronize", "event", "call", "event", "event", "synchronize"]
+    assert said[6:] == ["synchronize", "event", "call", "event", "synchronize"]
+    assert torch.equal(x, before) and x.grad is None
+    assert timing.copy_step(x, torch.empty(3, 4), "cuda") == {"both": 0.002}

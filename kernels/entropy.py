@@ -1,0 +1,168 @@
+"""The entropy family, without labels: what its formulas get and give, and the passes over a row.
+
+    m = max_j x_j,   rest = sum e^(x_j - m) without one class that has the largest logit,   mu = sum p_j (x_j - m)
+    H = log(1 + rest) - mu                       both terms are positive, and small where H is: nothing cancels
+
+A formula turns H into an `EntropyResult`; the driver writes dL/dx_j = -slope p_j ((x_j - m) - mu).
+One read forward, one backward; filtered rows only write zeros. Saves m, d = 1 + rest, mu and the slope.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .formula import Formula
+from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
+from .maths import exp, log1p
+from .tile import (
+    Labels,
+    Weights,
+    counted,
+    emit,
+    labels_of,
+    load_block,
+    row_pointers,
+    rows_of,
+    save,
+    saved,
+    store_block,
+    upstream,
+    weights_of,
+)
+
+
+class EntropyResult(NamedTuple):
+    loss: Any
+    mass: Any  # 0 for a row that is filtered out
+    slope: Any  # dL/dH
+
+
+class Moments(NamedTuple):
+    """Running sums of a row, all [ROWS]."""
+
+    m: Any  # the largest logit
+    rest: Any  # sum of e^(x - m), one largest logit left out
+    moment: Any  # sum of e^(x - m) (x - m)
+    square: Any  # sum of e^(2 (x - m)), the same one left out; for ADR
+
+
+@triton.jit
+def no_moments(ROWS: tl.constexpr, ACC: tl.constexpr):
+    zero = tl.zeros((ROWS,), ACC)
+    return Moments(zero - float("inf"), zero, zero, zero)
+
+
+@triton.jit
+def moments_of(x):
+    """Of a block [ROWS, BLOCK]; -inf counts nothing."""
+    m = tl.max(x, 1)
+    base = tl.where(m == -float("inf"), 0.0, m)[:, None]
+    g = x - base
+    e = exp(g)
+    ties = tl.sum((x == base).to(x.dtype), 1)
+    small = tl.where(x == base, 0.0, e)
+    moment = tl.sum(tl.where(x == -float("inf"), 0.0, e * g), 1)
+    return Moments(m, tl.sum(small, 1) + (ties - 1.0), moment, tl.sum(small * small, 1) + (ties - 1.0))
+
+
+@triton.jit
+def merged(a, b):
+    """Moments of the classes of both; the class that stays left out is the larger side's."""
+    m = tl.maximum(a.m, b.m)
+    base = tl.where(m == -float("inf"), 0.0, m)
+    a_step = tl.where(a.m == -float("inf"), 0.0, a.m - base)
+    b_step = tl.where(b.m == -float("inf"), 0.0, b.m - base)
+    a_factor = tl.where(a.m == -float("inf"), 0.0, exp(a_step))
+    b_factor = tl.where(b.m == -float("inf"), 0.0, exp(b_step))
+    a_sum = (1.0 + a.rest) * a_factor
+    b_sum = (1.0 + b.rest) * b_factor
+    a_square = (1.0 + a.square) * a_factor * a_factor
+    b_square = (1.0 + b.square) * b_factor * b_factor
+    first = a.m >= b.m
+    moment = (a.moment * a_factor + a_step * a_sum) + (b.moment * b_factor + b_step * b_sum)
+    return Moments(
+        m, tl.where(first, a.rest + b_sum, b.rest + a_sum), moment, tl.where(first, a.square + b_square, b.square + a_square)
+    )
+
+
+@triton.jit
+def ended(s):
+    """A row of -inf has no softmax."""
+    return Moments(s.m, tl.where(s.m == -float("inf"), float("nan"), s.rest), s.moment, s.square)
+
+
+@triton.jit
+def row_moments(p_x, x_at, read, C, STOP, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """The moments of whole rows, in one read; NaN where every class is masked."""
+    all = no_moments(ROWS, ACC)
+    for start in range(0, STOP, BLOCK):
+        o_c = start + tl.arange(0, BLOCK)
+        all = merged(all, moments_of(load_block(p_x, o_c, x_at, read, C, ACC)))
+    return ended(all)
+
+
+@triton.jit
+def forward(
+    p_x, p_y, p_sample, p_loss, p_saved, p_partial,
+    outer, S, C, count, x_at, ignore, k0: tl.float64,
+    FORMULA: tl.constexpr, OPTIONS: tl.constexpr,
+    REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    rows = rows_of(S, ROWS)
+    labels = labels_of(p_y, rows, ignore, C, False)
+    weights = weights_of(None, None, p_sample, rows, labels, ACC)
+    p_x = row_pointers(p_x, x_at, outer, rows)
+    s = row_moments(p_x, x_at, labels.live, C, BLOCK if WHOLE else C, ROWS, BLOCK, ACC)
+    d = 1.0 + s.rest
+    mu = s.moment / d
+    result = FORMULA((tl.full((), k0, ACC),), log1p(s.rest) - mu, OPTIONS)
+    kept = Labels(labels.y, labels.live & (result.mass != 0), labels.bad)
+    emit(p_loss, p_partial, p_saved, rows, kept, Weights(weights.w, result.mass, weights.s), result.loss, d * 0.0, REDUCTION)
+    save(p_saved, rows, count, 0, s.m, kept.live)
+    save(p_saved, rows, count, 1, d, kept.live)
+    save(p_saved, rows, count, 2, mu, kept.live)
+    save(p_saved, rows, count, 3, result.slope, kept.live)
+
+
+@triton.jit
+def backward(
+    p_x, p_y, p_sample, p_saved, p_up, p_grad,
+    outer, S, C, count, x_at, grad_at, ignore,
+    REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    rows = rows_of(S, ROWS)
+    labels = labels_of(p_y, rows, ignore, C, False)
+    weights = weights_of(None, None, p_sample, rows, labels, ACC)
+    p_x = row_pointers(p_x, x_at, outer, rows)
+    p_grad = row_pointers(p_grad, grad_at, outer, rows)
+    slope = saved(p_saved, rows, count, 3, labels.live)
+    live = counted(labels, weights, slope, REDUCTION) & (slope != 0)
+    m = saved(p_saved, rows, count, 0, live)
+    d = saved(p_saved, rows, count, 1, live)
+    mu = saved(p_saved, rows, count, 2, live)
+    up, _ = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, False)
+    factor = -slope * up / tl.where(live, d, 1.0)
+    for start in range(0, BLOCK if WHOLE else C, BLOCK):
+        o_c = start + tl.arange(0, BLOCK)
+        x = load_block(p_x, o_c, x_at, live, C, ACC)
+        g = x - m[:, None]
+        g = factor[:, None] * tl.where(x == -float("inf"), 0.0, exp(g) * (g - mu[:, None]))
+        store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
+
+
+def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statistics: Tensor | None) -> None:
+    g = geometry(x)
+    block = block_of(g, x)
+    programs = grid(g, block)
+    partial = partial_sums(call, x, *programs)
+    launch(forward, programs, p_loss=loss, p_saved=statistics, p_partial=partial, **shared(formula, call, x, g, block))
+    reduced(call, partial, loss, statistics)
+
+
+def launch_backward(formula: Formula, call: Any, x: Tensor, statistics: Tensor, up: Tensor, grad: Tensor) -> None:
+    g = geometry(x, grad)
+    block = block_of(g, x)
+    known = shared(formula, call, x, g, block)
+    launch(backward, grid(g, block), p_saved=statistics, p_up=up, p_grad=grad, grad_at=g.at[1], **known)

@@ -1,0 +1,44 @@
+"""Cross-entropy with smoothing eps and z-loss: q_j = w_j ((1 - eps) [j = y] + eps / C), Q = sum q,
+
+    L = sum_j q_j (lse - u_j) + z lse^2,      dL/du_j = p_j (Q + 2 z lse) - q_j.
+
+At the label p_y Q - q_y is written as sum_{j != y} q_j - Q (1 - p_y), which does not cancel.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formula import Arguments, Formula
+from ..softmax_row import SoftmaxResult, features
+
+
+@triton.jit
+def row(k, r, OPTIONS: tl.constexpr):
+    """k = (eps, scale, cap, z), OPTIONS = (eps > 0, z > 0)."""
+    if OPTIONS[0]:
+        each = k[0] / r.classes
+        hit = (1.0 - k[0]) * r.w
+        q = hit + each * r.weight_sum
+        loss = hit * r.nll + each * r.spread
+        label = r.main * (each * (r.weight_sum - r.w) - q * r.miss)
+        pull = r.main * each
+    else:
+        q = r.w
+        loss = r.w * r.nll
+        label = -(r.main * q * r.miss)
+        pull = 0.0
+    slope = r.main * q * r.miss
+    extra = 0.0
+    if OPTIONS[1]:
+        extra = k[3] * r.lse * r.lse
+        slope += 2.0 * k[3] * r.lse * r.miss
+        label += 2.0 * k[3] * r.lse * r.hit
+    return SoftmaxResult(loss, extra, slope, pull, label)
+
+
+def arguments(eps: float, temperature: float, cap: float, z: float) -> Arguments:
+    used = features(SCALED=temperature != 1, CAPPED=cap > 0, SMOOTH=eps > 0, EXTRA=z > 0)
+    return Arguments((eps, 1 / temperature, cap, z), (eps > 0, z > 0), used)
+
+
+FORMULA = Formula("softmax", row, 3, arguments)

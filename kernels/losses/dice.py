@@ -1,0 +1,47 @@
+"""Soft Dice of a class: L = 1 - (2 I + s) / (T + P + s), dL/dI = -2 / (T + P + s), dL/dP = (2 I + s) / (T + P + s)^2.
+
+An absent class (T = 0) without smoothing has the constant loss 1, or 0 where not even a prediction has mass.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formula import Arguments, Formula
+from ..region_sums import ClassResult
+from ..softmax_row import features
+
+LITERAL, ZERO, EXCLUDE = (tl.constexpr(i) for i in range(3))
+FAINTEST = tl.constexpr(-745.0)  # the logarithm of the smallest float64
+
+
+@triton.jit
+def classes(s, overlap, target, predicted, largest, OPTIONS: tl.constexpr):
+    """OPTIONS = (smooth > 0?, absent)."""
+    size = target + predicted + s
+    present = target > 0
+    if OPTIONS[0]:
+        constant = size == 0
+        loss = size * 0.0
+    else:
+        constant = present == 0
+        loss = tl.where(largest > FAINTEST, 1.0, 0.0) + size * 0.0
+    safe = tl.where(constant, 1.0, size)
+    score = (2.0 * overlap + s) / safe
+    loss = tl.where(constant, loss, 1.0 - score)
+    if OPTIONS[1] == ZERO:
+        constant = constant | (present == 0)
+        loss = tl.where(present, loss, 0.0)
+    by_overlap = tl.where(constant, size * 0.0, -2.0 / safe)
+    return ClassResult(loss, by_overlap, tl.where(constant, size * 0.0, score / safe), present)
+
+
+def region_features(over_image: float, absent: float, **more: object) -> dict:
+    own = {"IMAGES": bool(over_image), "EXCLUDE": int(absent) == 2, "CE_OPTIONS": None, "NO_WEIGHT": False}
+    return features() | own | more
+
+
+def arguments(smooth: float, over_image: float, absent: float) -> Arguments:
+    return Arguments((0.0, 1.0, 0.0, 0.0, 1.0, 0.0, smooth), (smooth > 0, int(absent)), region_features(over_image, absent))
+
+
+FORMULA = Formula("region", None, 2, arguments, classes)

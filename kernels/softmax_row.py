@@ -1,0 +1,184 @@
+"""A row as the softmax family sees it: its map, its running sums, and what a formula gets and gives.
+
+u_j = scale softcap(x_j) + shift_j           (LogitNorm: u = late x, late = 1 / (temperature (|x| + eps)))
+a = lse_{j != y}(u) - u_y                    nothing cancels: p_y = sigmoid(-a), 1 - p_y = sigmoid(a)
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .formula import Formula
+from .maths import exp, log, log1p, tanh
+from .tile import load_classes
+
+
+class SoftmaxRow(NamedTuple):
+    """All [ROWS]."""
+
+    a: Any  # log odds against the label
+    hit: Any  # p_y
+    miss: Any  # 1 - p_y
+    nll: Any  # -log p_y
+    nll_miss: Any  # -log(1 - p_y)
+    lse: Any  # over all classes
+    spread: Any  # sum_j w_j (lse - u_j), for smoothing; in backward 1, since its sign alone matters there
+    w: Any  # class weight and factor of the label
+    classes: Any  # C
+    weight_sum: Any  # sum of the class weights, or C
+    main: Any  # backward: factor of everything but the extra term, whose divisor differs
+
+
+class SoftmaxResult(NamedTuple):
+    loss: Any
+    extra: Any  # a term that is averaged without class weights
+    slope: Any  # coefficient of the softmax over the other classes
+    pull: Any  # coefficient of the class weights
+    label: Any  # derivative at the label
+
+
+@triton.jit
+def through_a(r, value, slope):
+    """Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope."""
+    return SoftmaxResult(r.w * value, 0.0, r.w * slope, 0.0, -(r.w * slope))
+
+
+@triton.jit
+def mapped(x, shift, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """u and du/dx."""
+    u = x
+    du = tl.full(x.shape, 1.0, x.dtype)
+    if CAPPED:
+        t, dt = tanh(x / cap)
+        masked = x == -float("inf")  # stays masked
+        u = tl.where(masked, x, cap * t)
+        du = tl.where(masked, 1.0, dt)
+    if SCALED:
+        u = u * scale
+        du = du * scale
+    return u + shift, du
+
+
+@triton.jit
+def unmasked(x):
+    """A masked class takes no part in the norm."""
+    return tl.where(x == -float("inf"), 0.0, x)
+
+
+@triton.jit
+def others(x, o_c, y):
+    """The logits that the norm takes beside the label's."""
+    return tl.where(o_c[None, :] == y[:, None], 0.0, unmasked(x))
+
+
+@triton.jit
+def squares_add(squares, unit, x):
+    """Sum of squares of a row in units of its largest |x_j| so far, which neither overflows nor vanishes."""
+    largest = tl.maximum(unit, tl.max(tl.abs(x), 1))
+    inverse = tl.where(largest > 0, 1.0 / tl.where(largest > 0, largest, 1.0), 0.0)
+    part = x * inverse[:, None]
+    step = unit * inverse
+    return squares * step * step + tl.sum(part * part, 1), largest
+
+
+@triton.jit
+def norm_with_label(rest, x_label):
+    unit = tl.maximum(rest, tl.abs(x_label))
+    inverse = tl.where(unit > 0, 1.0 / tl.where(unit > 0, unit, 1.0), 0.0)
+    a = rest * inverse
+    b = x_label * inverse
+    return unit * tl.sqrt(a * a + b * b)
+
+
+class Sums(NamedTuple):
+    """Running sums over the other classes, all [ROWS]."""
+
+    m: Any  # the largest u
+    d: Any  # sum of exp(u - m)
+    moment: Any  # LogitNorm: sum of exp(late (x - m)) x
+    spread: Any  # smoothing: sum of w (m - u)
+    seen: Any  # and of w
+
+
+@triton.jit
+def sums_add(
+    s, x, o_c, labels, late, k, p_weight, p_shift, C,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, NORM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    u, _ = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
+    other = (o_c[None, :] != labels.y[:, None]) & (o_c < C)[None, :]
+    u = tl.where(other, u, -float("inf"))
+    m = tl.maximum(s.m, tl.max(u, 1))
+    base = tl.where(m == -float("inf"), 0.0, m)
+    shrink = exp((s.m - base) * late)
+    e = exp((u - base[:, None]) * late[:, None])
+    d = s.d * shrink + tl.sum(e, 1)
+    moment = s.moment
+    spread = s.spread
+    seen = s.seen
+    if NORM:
+        moment = moment * shrink + tl.sum(tl.where(u == -float("inf"), 0.0, e * x), 1)
+    if SMOOTH:
+        w = tl.where(other, load_classes(p_weight, o_c, C, 1.0, ACC), 0.0)
+        step = tl.where(seen > 0, base - tl.where(s.m == -float("inf"), 0.0, s.m), 0.0)
+        spread = spread + step * seen + tl.sum(tl.where(w == 0, 0.0, w * (base[:, None] - u)), 1)
+        seen = seen + tl.sum(w, 1)
+    return Sums(m, d, moment, spread, seen)
+
+
+@triton.jit
+def row_of(m, d, u_label, late, w, C, weight_sum, main):
+    """The formula's view of a row, from the statistics that backward has too."""
+    log_d = log(d)
+    a = tl.where(u_label == float("inf"), float("nan"), (m - u_label) * late + log_d)  # as the softmax of +inf
+    e = exp(-tl.abs(a))
+    tail = log1p(e)
+    inverse = 1.0 / (1.0 + e)
+    against = a >= 0
+    nll = tl.where(a > 0, a, 0.0) + tail
+    nll_miss = tl.where(a < 0, -a, 0.0) + tail
+    lse = tl.where(a > 0, nll_miss + (m + log_d), nll + u_label)
+    hit = tl.where(against, e, 1.0) * inverse
+    miss = tl.where(against, 1.0, e) * inverse
+    return SoftmaxRow(a, hit, miss, nll, nll_miss, lse, 1.0, w, C, weight_sum, main)
+
+
+@triton.jit
+def with_spread(r, sums, u_label, mass):
+    """The row with its spread, from the sums over the other classes."""
+    base = tl.where(sums.m == -float("inf"), u_label, sums.m)
+    rest = tl.where(r.a > 0, log(sums.d) + r.nll_miss, (u_label - base) + r.nll)  # lse - m, by what does not cancel
+    spread = sums.spread + tl.where(sums.seen > 0, sums.seen * rest, 0.0)
+    spread += tl.where(mass == 0, 0.0, mass * r.nll)
+    return SoftmaxRow(r.a, r.hit, r.miss, r.nll, r.nll_miss, r.lse, spread, r.w, r.classes, r.weight_sum, r.main)
+
+
+@triton.jit
+def label_logit(x_label, p_shift, labels, k, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """u_y from x_y."""
+    shift = 0.0
+    if p_shift is not None:
+        shift = tl.load(p_shift + labels.y, labels.live, other=0.0)
+    u, _ = mapped(x_label, shift, k[1], k[2], SCALED, CAPPED)
+    return u
+
+
+@triton.jit
+def total_weight(p_weight_sum, C, ACC: tl.constexpr):
+    if p_weight_sum is None:
+        return tl.cast(C, ACC)
+    else:
+        return tl.load(p_weight_sum)
+
+
+def weight_sum(formula: Formula, call: Any) -> Tensor | None:
+    """The sum of the class weights where smoothing asks for it."""
+    smooth = formula.arguments(*call.scalars).features["SMOOTH"]
+    return call.weight.sum() if call.weight is not None and smooth else None
+
+
+def features(**changed: bool) -> dict[str, Any]:
+    """The constants of the family's kernels: what a loss does not use is not compiled."""
+    return {"SCALED": False, "CAPPED": False, "SMOOTH": False, "NORM": False, "EXTRA": False, **changed}

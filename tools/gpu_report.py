@@ -1,0 +1,154 @@
+"""What the Triton kernels become on each GPU, without one: registers, spills, shared memory, modelled traffic and time.
+
+    python tools/gpu_report.py [--quick] [--jobs 2] [FILE]     writes bench/results/gpu_report.md; exit 1 when a kernel spills
+
+Nothing here was measured. Times are modelled bytes over the bandwidth of the data sheet.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+from ahead import Resources, call_of, compiling, resources  # noqa: E402
+from loops import accesses  # noqa: E402
+from model import traffic  # noqa: E402
+
+from pylosses import triton as backend  # noqa: E402
+from pylosses.spec import LOSSES  # noqa: E402
+
+
+class Device(NamedTuple):
+    name: str
+    bandwidth: int  #: GB/s, of the data sheet
+    shared: int | None = None  #: bytes of a multiprocessor; None: its occupancy is not modelled
+
+
+DEVICES = {
+    "sm_80": Device("A100", 2039, 167936),
+    "sm_90": Device("H100", 3350, 233472),
+    "sm_100": Device("B200", 8000, 233472),
+    "gfx942": Device("MI300X", 5300),
+}
+REGISTERS, THREADS, BLOCKS = 65536, 2048, 32  # of a multiprocessor of all three NVIDIA devices
+
+LONG, SHORT, PIXELS, MANY = (64, 32000), (256, 1000), (2, 19, 64, 64), (2, 150, 32, 32)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class Compiled(NamedTuple):
+    """One configuration that the library ships."""
+
+    arch: str
+    loss: str
+    sample: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def configurations(quick: bool) -> Iterator[Compiled]:
+    """Every loss everywhere with its first arguments. What is rarer, on one architecture, since registers hardly differ between
+    them: float64, many classes of pixels, and further arguments, which switch parts of a kernel on."""
+    for arch in DEVICES:
+        for spec in LOSSES.values():
+            if spec.why_not("triton") is not None:
+                continue
+            common = {(LONG, torch.bfloat16), (SHORT, torch.float32), (PIXELS, torch.bfloat16)}
+            scarce = {(MANY, torch.bfloat16), (MANY, torch.float64), (LONG, torch.float64)}
+            shapes = (PIXELS, MANY) if spec.family == "region" else (LONG, SHORT, PIXELS, MANY)
+            for sample in range(1 if quick else len(spec.samples)):
+                wanted = (
+                    (common | scarce if arch == "sm_90" else common) if sample == 0 else scarce if arch == "sm_90" else set()
+                )
+                for shape, dtype in product(shapes, DTYPES):
+                    if (shape, dtype) in (common if quick else wanted):
+                        yield Compiled(arch, spec.name, sample, shape, dtype)
+
+
+def occupancy(found: Resources, warps: int, arch: str) -> str:
+    """Share of a multiprocessor's threads, limited by registers (allocated by 256 a warp) and shared memory."""
+    shared = DEVICES[arch].shared
+    if shared is None:
+        return "-"
+    per_warp = -(-found.registers * 32 // 256) * 256
+    blocks = min(THREADS // (32 * warps), REGISTERS // (per_warp * warps), shared // (found.shared + 1024), BLOCKS)
+    return f"{100 * blocks * 32 * warps // THREADS} %"
+
+
+def row(config: Compiled) -> list[tuple[str, int]]:
+    """A line of the table for each kernel of a configuration, and the bytes it spills."""
+    torch.set_num_threads(1)
+    x = torch.zeros(config.shape, dtype=config.dtype)
+    call = call_of(config.loss, x, config.sample)
+    with compiling(config.arch) as launches:
+        loss, saved = backend.forward(call, x, True)
+        backend.backward(call, x, saved, loss)
+    device, lines = DEVICES[config.arch], []
+    for launch in launches:
+        if launch.name == "tile.finish" and config.loss != "cross_entropy":
+            continue  # the same for all
+        found = resources(launch)
+        cells = [f"{config.loss} {config.sample}", launch.name, "x".join(map(str, config.shape)), str(config.dtype)[6:]]
+        cells += [f"{device.name} ({config.arch})", launch.warps, *found[:3], occupancy(found, launch.warps, config.arch)]
+        if "p_x" in launch.arguments:
+            model = traffic(launch)
+            each = (model.reads + model.writes) * x.element_size()
+            loops = "-"
+            if device.shared is not None:
+                loops = ", ".join(f"{a.loads:.3g} + {a.stores:.3g}" for a in accesses(launch))
+            cells += [each, loops, f"{each * 4096 * 32000 / device.bandwidth / 1e6:.3f} ms"]
+        else:
+            cells += ["-"] * 3
+        lines.append((f"| {' | '.join(map(str, cells))} |", found.spilled))
+    return lines
+
+
+HEAD = """# Triton kernels on GPUs: **modelled, not measured**
+
+Compiled ahead of time by `make gpu-report`, with the specialisation of the shapes shown; no GPU took part. The number behind a
+loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them.
+Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton.py). Loads + stores are what the
+innermost loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single
+logits, such as the label's, count with it. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
+the data sheet.
+
+| loss | kernel | shape | dtype | device | warps | registers | spilled bytes | shared bytes | occupancy | bytes per logit \
+| loads + stores | modelled time |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one shape, dtype and argument sample of each loss")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench" / "results" / "gpu_report.md")
+    options = parser.parse_args()
+    lines, spills = [], 0
+    todo = list(configurations(options.quick))
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for done, (config, found) in enumerate(zip(todo, pool.map(row, todo), strict=True), 1):
+            lines += [line for line, _ in found]
+            for line, spilled in found:
+                if spilled:
+                    spills += 1
+                    print(f"spills: {line}", file=sys.stderr, flush=True)
+            if done % 25 == 0 or done == len(todo):
+                print(f"{done} of {len(todo)} configurations ({config.arch})", file=sys.stderr, flush=True)
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    options.file.write_text(HEAD + "\n".join(lines) + "\n")
+    print(f"{options.file}: {len(lines)} kernels, {spills} with spills")
+    return 1 if spills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
