@@ -28,6 +28,12 @@ def pytest_report_header() -> str:
     return f"pylosses: CPU kernels for {cpu.isa()}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of minutes first: at the end one of them would leave the other workers idle."""
+    long = ("test_triton", "test_isa", "test_packaging", "test_parallel")
+    items.sort(key=lambda item: item.path.stem not in long)
+
+
 @pytest.fixture
 def threads():
     """Sets the number of threads for one test: threads(4)."""
