@@ -125,3 +125,33 @@ def reduced(call: Any, partial: Tensor | None, loss: Tensor, saved: Tensor | Non
         float(normalizer) if normalizer is not None and not given else 1.0, REDUCTIONS[call.reduction],
         normalizer is not None, FINISH, num_warps=4,
     )  # fmt: skip
+
+
+def forward_pass(
+    kernel: Any,
+    formula: Formula,
+    call: Any,
+    x: Tensor,
+    loss: Tensor,
+    statistics: Tensor | None,
+    twice: bool = False,
+    **more: Any,
+) -> None:
+    """The forward of a family whose one kernel emits the losses of rows; `more` are the arguments of that family alone."""
+    g = geometry(x)
+    block = block_of(g, x, twice=twice)
+    programs = grid(g, block)
+    partial = partial_sums(call, x, *programs)
+    known = shared(formula, call, x, g, block) | more
+    launch(kernel, programs, p_loss=loss, p_saved=statistics, p_partial=partial, **known)
+    reduced(call, partial, loss, statistics)
+
+
+def backward_pass(
+    kernel: Any, formula: Formula, call: Any, x: Tensor, statistics: Tensor, up: Tensor, grad: Tensor, **more: Any
+) -> None:
+    """Its backward."""
+    g = geometry(x, grad)
+    block = block_of(g, x)
+    known = shared(formula, call, x, g, block) | more
+    launch(kernel, grid(g, block), p_saved=statistics, p_up=up, p_grad=grad, grad_at=g.at[1], **known)

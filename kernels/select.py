@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .entropy import ended, merged, moments_of, no_moments
 from .formula import Formula
-from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
+from .launch import backward_pass, forward_pass
 from .maths import exp, log1p
 from .tile import (
     Labels,
@@ -198,17 +198,8 @@ def backward(
 
 
 def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statistics: Tensor | None) -> None:
-    g = geometry(x)
-    block = block_of(g, x)
-    programs = grid(g, block)
-    partial = partial_sums(call, x, *programs)
-    known = shared(formula, call, x, g, block)
-    launch(forward, programs, p_loss=loss, p_saved=statistics, p_partial=partial, **known)
-    reduced(call, partial, loss, statistics)
+    forward_pass(forward, formula, call, x, loss, statistics)
 
 
 def launch_backward(formula: Formula, call: Any, x: Tensor, statistics: Tensor, up: Tensor, grad: Tensor) -> None:
-    g = geometry(x, grad)
-    block = block_of(g, x)
-    known = shared(formula, call, x, g, block) | {"ENTRY": formula.entry}
-    launch(backward, grid(g, block), p_saved=statistics, p_up=up, p_grad=grad, grad_at=g.at[1], **known)
+    backward_pass(backward, formula, call, x, statistics, up, grad, ENTRY=formula.entry)
