@@ -166,4 +166,4 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
         size += 8 + 16 * areas * classes
         if call.kernel == "dice_ce" and (call.scalars[1:3] != (1.0, 0.0) or call.shift is not None):
             size += 2 * rows * ACCUMULATE[x.dtype].itemsize  # cross-entropy has a softmax of its own
-    return x.new_empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned
+    return torch.empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned

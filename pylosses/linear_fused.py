@@ -311,8 +311,8 @@ def _run(
         at_once = cpu.is_known_early(call)  # the kernel writes loss and gradient of a block in one go
         if not at_once:
             reduced, call = call, call._replace(reduction="none", normalizer=None)
-        # Kernels of many classes may write the gradient over the logits. LogitNorm's looks at them again after it wrote.
-        in_place = not any(wanted) or (len(w) >= _MANY_CLASSES and call.kernel != "logit_norm")
+        # Kernels of many classes may write the gradient over the logits.
+        in_place = not any(wanted) or len(w) >= _MANY_CLASSES
         size = _block_rows(
             rows.living(), len(w), h.shape[-1], dtype.itemsize, 1 if in_place else 2, call.kernel == "hem", workspace
         )
