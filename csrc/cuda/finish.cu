@@ -34,7 +34,8 @@ divide_sums(const double* partial, int blocks, T* out, T* divisors, Reduction re
 PYL_KERNEL(kFinishThreads) keep_sums(const double* partial, int blocks, double* result) {
   double v[4];
   sums_of(partial, blocks, v);
-  if (threadIdx.x < 2) result[threadIdx.x] = threadIdx.x ? v[1] : v[0];
+  if (threadIdx.x) return;
+  for (int i = 0; i < 4; ++i) result[i] = v[i];
 }
 
 template <class T>

@@ -153,7 +153,7 @@ PYL_DEVICE Scalars<T> scalars_of(const Call<T>& c, T main) {
 // Adds the partial sums of `blocks` blocks to the loss and its divisors (finish.cu).
 template <class T>
 void finish(Run& run, const Request& r, const Call<T>& c, unsigned blocks);
-// The same without a division: sum and mass, two doubles.
+// The same without a division: four doubles.
 void add_partials(Run& run, const double* partial, unsigned blocks, double* result);
 
 // Launches a kernel that is a template of the logits' type and the group.

@@ -94,6 +94,27 @@ PYL_DEVICE T max_of(const G& g, T x) {
   return v[0];
 }
 
+
+// The best class that a thread knows: the largest logit, the lowest class among equals.
+constexpr int kNowhere = 1 << 30;  // behind every class
+template <class T>
+struct Candidate {
+  T value = -infinity<T>();
+  int at = kNowhere;
+  PYL_DEVICE void offer(T x, int j) {
+    if (x > value || (x == value && j < at && at < kNowhere)) value = x, at = j;
+  }
+};
+template <class G, class T>
+PYL_DEVICE Candidate<T> best_of(const G& g, const Candidate<T>& mine) {
+  Candidate<T> best;
+  best.value = max_of(g, mine.value);
+  int v[1] = {mine.value == best.value ? mine.at : kNowhere};
+  g.fold(v, [](int a, int b) { return a < b ? a : b; });
+  best.at = v[0];
+  return best;
+}
+
 // Calls f(place) for every tile of this block.
 template <class G, class T, class F>
 PYL_DEVICE void over_tiles(const G& g, const Call<T>& c, F f) {

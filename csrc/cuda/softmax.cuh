@@ -100,7 +100,7 @@ softmax_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
     }
     SoftTarget<T> soft(c, p);
     Sums<T> s;
-    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, x, y, late, norm, c.soft ? &soft : nullptr); });
+    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, c.map, c.smooth || c.soft, x, y, late, norm, c.soft ? &soft : nullptr); });
     s.merge(g, late);
     if (g.rank) return;
     if (c.parts > 1) {

@@ -40,12 +40,13 @@ struct Sums {
   }
   // `late` multiplies differences of u: LogitNorm's u are large, their differences not. y < 0: no class is left out.
   template <class Chunk>
-  PYL_DEVICE void add(const Call<T>& c, const Chunk& x, int y, T late, bool norm, const SoftTarget<T>* soft) {
+  PYL_DEVICE void add(const Call<T>& c, const Map<T>& map, bool spreads, const Chunk& x, int y, T late, bool norm,
+                      const SoftTarget<T>* soft) {
     T u[Chunk::kCount], top = -infinity<T>();
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
       bool other = x.has(i) && x.at(i) != y;
-      u[i] = other ? c.map(x.x[i], x.at(i)) : -infinity<T>();
+      u[i] = other ? map(x.x[i], x.at(i)) : -infinity<T>();
       top = larger(u[i], top);
     }
     raise(top, late);
@@ -57,7 +58,7 @@ struct Sums {
       if (norm) more += u[i] == -infinity<T>() ? T(0) : e * x.x[i];
     }
     d += sum, moment += more;
-    if (!c.smooth && !soft) return;
+    if (!spreads) return;
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
       if (!x.has(i) || x.at(i) == y) continue;

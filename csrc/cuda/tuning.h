@@ -28,7 +28,8 @@ constexpr int kMostParts = kWarp;  // a lane of one warp for each when they are 
 constexpr int kMostBlocks = 4096;
 constexpr int kFinishThreads = 256;
 
-// Region: positions that a warp adds up at a time, and into how many sums the positions of an image are cut at most.
-constexpr int kRegionRows = 4, kMostChunks = 2048;
+// Region: positions that a lane adds up at a time, the fewest positions of a sum, how many sums there are of an area at most,
+// and doubles that all of them may take.
+constexpr int kRegionRows = 4, kFewestRows = 32, kMostChunks = 8192, kRegionDoubles = 1 << 21;
 
 }  // namespace PYL_ISA
