@@ -1,19 +1,18 @@
 """Does the emulator of tests/cuda_on_cpu run CUDA C++ as a GPU would, and find the faults it is there to find?"""
 
 import ctypes
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "cuda_on_cpu"))
+sys.path.insert(0, str(Path(__file__).parent / "cuda_on_cpu"))  # this file is a script too
 
-import emulator
-from emulator import HERE, ORDERS, SANITIZED, Emulator
+import emulator  # noqa: E402
+from emulator import HERE, ORDERS, SANITIZED, Emulator  # noqa: E402
+from sanitized import checked  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler on this machine")
 FAULTS = (
@@ -130,13 +129,6 @@ def test_a_hook_gets_the_parameters(sample):
         sums(sample.control, x, 64)
 
 
-def sanitized(*arguments):
-    """Runs this file as a script under AddressSanitizer, which has to be there before Python is."""
-    preload = subprocess.run([emulator.COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    return subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=environment)
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -147,7 +139,7 @@ def sanitized(*arguments):
     ],
 )
 def test_sanitizers_see_threads_and_shared_memory(fault, message):
-    done = sanitized(str(library(SANITIZED, "sample_sanitized")), fault)
+    done = checked(Path(__file__), str(library(SANITIZED, "sample_sanitized")), fault)
     if fault == "none":
         assert done.returncode == 0 and "sum is right" in done.stdout, done.stderr[-3000:]
     else:

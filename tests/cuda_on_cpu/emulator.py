@@ -79,16 +79,17 @@ def build(
     `sources`: other files than csrc/cuda. `edit(file name, text)` may spoil the sources, which are then copied to `folder`.
     """
     csrc = ROOT / "csrc"
+    sources = kernel_sources() if sources is None else sources
     if edit is not None:
         assert folder is not None
         csrc = _edited(folder / "csrc", edit)
-    files = kernel_sources() if sources is None else sources
-    files = [csrc / f.relative_to(ROOT / "csrc") if f.is_relative_to(ROOT / "csrc") else f for f in files]
+    files = [csrc / f.relative_to(ROOT / "csrc") if f.is_relative_to(ROOT / "csrc") else f for f in sources]
     includes = [f"-I{csrc}", f"-I{HERE}", f"-I{sysconfig.get_path('include')}"]
     if any(f.name == "bindings.cpp" for f in files):
         import pybind11
 
         includes.append(f"-isystem{pybind11.get_include()}")
+        files.append(HERE / "left_out.cpp")
     optimise = () if any(f.startswith("-O") for f in flags) else ("-O1",)
     command = [COMPILER, "-std=c++17", *optimise, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *flags, *includes]
     command += ["-Wno-unknown-pragmas", "-include", str(HERE / "on_cpu.h"), "-x", "c++", "-c"]
@@ -226,3 +227,23 @@ def _names(library: Path, of_reset: int) -> dict[int, str]:
     places = {name: int(place, 16) for place, kind, name in map(str.split, text.splitlines()) if kind in "tTwW"}
     base = of_reset - places["on_cpu_reset"]
     return {base + place: name for name, place in places.items()}
+
+
+@cache
+def plain() -> Emulator:
+    """The emulator of the sources as they are."""
+    return Emulator(build())
+
+
+@contextlib.contextmanager
+def switched(emulator: Emulator | None = None) -> Iterator[Emulator]:
+    """Inside the block backend "cuda" is the emulator and takes CPU tensors."""
+    from pylosses import cuda
+
+    emulator = emulator or plain()
+    before = cuda.emulate(emulator.module)
+    try:
+        yield emulator
+    finally:
+        cuda.emulate(before)
+        emulator.reset()
