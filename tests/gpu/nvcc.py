@@ -137,10 +137,13 @@ class Memory(TorchDispatchMode):
         for t in self.tensors:
             storage = t.untyped_storage()
             if storage.nbytes():
-                found.setdefault(
-                    storage.data_ptr(), (f"tensor {len(found)} {tuple(t.shape)}", storage.data_ptr(), storage.nbytes())
-                )
+                found.setdefault(storage.data_ptr(), (place(t), storage.data_ptr(), storage.nbytes()))
         return list(found.values())
+
+
+def place(t: Tensor) -> str:
+    """The name of a tensor's memory in the traffic."""
+    return f"{t.untyped_storage().data_ptr():x}"
 
 
 class Run(NamedTuple):
@@ -151,20 +154,25 @@ class Run(NamedTuple):
     ]  #: and the traffic of each: name of a tensor -> [bytes read, bytes written]
 
 
+def execute(arch: str, launch: Launch, memory: Memory, edit: Callable[[str], str] = lambda text: text) -> dict[str, list[int]]:
+    """Runs one launch by its PTX; what it read and wrote."""
+    assert launch.block[1:] == (1, 1)
+    kernel = _kernel(edit(texts(arch)[launch.kernel]))
+    sim = ptx.Sim(kernel, launch.grid, launch.block[0], launch.parameters, memory.buffers(), smem=launch.shared)
+    return sim.run().traffic
+
+
 def run(arch: str, call: Call, x: Tensor, up: Tensor | None = None, edit: Callable[[str], str] = lambda text: text) -> Run:
     """Loss and gradient of a call, by the PTX for `arch`; `edit` may spoil it."""
     launches: list[tuple[Launch, dict[str, list[int]]]] = []
     memory = Memory(x, *call.tensors(), call.normalizer if isinstance(call.normalizer, Tensor) else None)
 
-    def execute(launch: Launch) -> None:
-        kernel = _kernel(edit(texts(arch)[launch.kernel]))
-        assert launch.block[1:] == (1, 1)
-        sim = ptx.Sim(kernel, launch.grid, launch.block[0], launch.parameters, memory.buffers(), smem=launch.shared)
-        sim.run()
-        launches.append((launch, sim.traffic))
+    def each(launch: Launch) -> None:
+        launches.append((launch, execute(arch, launch, memory, edit)))
 
-    with emulator.switched() as made, made.handing(execute), memory:
+    with emulator.switched() as made, made.handing(each), memory:
         loss, saved = backend.forward(call, x, True)
         up = torch.ones_like(loss) if up is None else up.to(loss.dtype)
+        memory.tensors.append(up)
         gradient = backend.backward(call, x, saved, up)
     return Run(loss, gradient, launches)

@@ -231,12 +231,16 @@ class Sim:
         pc = np.zeros(T, np.int64)
         done = np.zeros(T, bool)
         wait = np.full(T, -1, np.int64)
+        held = np.zeros(T, bool)  # at a warp collective that other lanes have not reached yet
         code = self.k.code
         while True:
-            run = ~done & (wait < 0)
+            run = ~done & (wait < 0) & ~held
             if not run.any():
                 if done.all():
                     break
+                if held.any():
+                    txt = code[pc[held][0]][4]
+                    raise PtxError(f"warp collective: lanes of its mask are missing   in `{txt}` (block {self.bid[held][0]})")
                 for b in np.unique(self.blk[~done]):
                     m = (self.blk == b) & ~done
                     if len(set(wait[m])) != 1:
@@ -251,6 +255,9 @@ class Sim:
                 done[a] = True
                 continue
             pred, neg, op, ops, txt = code[p]
+            if op[0] in ("shfl", "vote", "redux"):
+                a = np.flatnonzero((run | held) & (pc == p))
+                held[a] = False
             pc[a] = p + 1
             if pred is not None:
                 c = self.get(pred, "pred", a)
@@ -258,6 +265,12 @@ class Sim:
             if a.size == 0:
                 continue
             o = op[0]
+            if o in ("shfl", "vote", "redux"):
+                late = self.late(a, self.get(ops[4 if o == "shfl" else 2], "u32", a))
+                held[a[late]], pc[a[late]] = True, p
+                a = a[~late]
+                if a.size == 0:
+                    continue
             if o == "bra":
                 pc[a] = self.k.labels[ops[0]]
             elif o in ("ret", "exit"):
@@ -778,14 +791,17 @@ class Sim:
         if o == "stmatrix":
             self.store("shared", ad[used], rows[used], a[used])
 
+    def late(self, a, m):
+        """Which of the lanes a have to wait, because lanes of their masks m are not among them."""
+        here = np.zeros(-(-self.T // 32), np.uint32)
+        lane = (a % 32).astype(np.uint32)
+        np.bitwise_or.at(here, a // 32, np.uint32(1) << lane)
+        there = np.uint32((1 << (self.T % 32)) - 1) if self.T % 32 else np.uint32(0xFFFFFFFF)  # lanes of the last warp
+        m = np.where(a // 32 == here.size - 1, m & there, m)
+        if ((m >> lane) & 1 == 0).any():
+            raise PtxError("warp collective: a lane is not in its own mask")
+        return (m & ~here[a // 32]) != 0
+
     def check(self, a, m):
-        act = np.zeros(-(-self.T // 32) * 32, bool)
-        act[a] = True
-        act = act.reshape(-1, 32)
-        w = a // 32
-        for x in np.unique(w):
-            mm = int(m[w == x][0])
-            nl = min(32, self.T - x * 32)
-            need = np.array([(mm >> lane) & 1 for lane in range(nl)], bool)
-            if (need & ~act[x][:nl]).any():
-                raise PtxError(f"warp collective: lanes of mask {mm:#x} are missing")
+        if self.late(a, m).any():
+            raise PtxError("warp collective: lanes of its mask are missing")
