@@ -32,7 +32,9 @@ std::string told(cudaError_t error) {
   }
 }
 void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + what + " failed: " + told(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the runtime keeps it: the next launch would be blamed for it
+  throw std::runtime_error(std::string("CUDA: ") + what + " failed: " + told(error));
 }
 
 // The caller's device for the length of a call.
@@ -187,7 +189,6 @@ py::dict losses() {
 int devices() {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) cudaGetLastError();  // it would stick to the next launch
   check(error, "looking for devices");
   return count;
 }
