@@ -25,8 +25,8 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
     Sums<T> s, other;
     Candidate<T> leader;
     visit(g, row, stride, mine, [&](const auto& x) {
-      s.add(c, plain, c.smooth && plan.ce && !plan.mapped, x, label.y, T(1), false, nullptr);
-      if (plan.mapped) other.add(c, c.map, c.smooth, x, label.y, T(1), false, nullptr);
+      s.add(c, plain, c.smooth && plan.ce && !plan.mapped, x, label.y, T(1), false, 0);
+      if (plan.mapped) other.add(c, c.map, c.smooth, x, label.y, T(1), false, 0);
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i)
         if (x.has(i) && x.at(i) != label.y) leader.offer(x.x[i], x.at(i));
@@ -40,12 +40,12 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
     T x_label = logit_at(row, stride, label.y, label.live);
     Weights<T> w = weights_of(c, p, label);
     if (label.live) {
-      SoftmaxRow<T> one = softmax_row(s.m, s.d, x_label, T(1), T(1));
-      T hit = one.hit(), miss = one.miss();
+      Odds<T> odds = odds_of(s.m, s.d, x_label);
+      T hit = odds.hit, miss = odds.miss;
       T* to = plan.numbers + p.row;
       to[kShare * c.rows] = s.d == 0 ? miss * 0 : w.s * (miss / s.d);
       to[kHit * c.rows] = w.s * hit, to[kMissed * c.rows] = w.s * miss;
-      if (plan.faint) to[kLogShare * c.rows] = -log(s.d) - one.nll_miss();
+      if (plan.faint) to[kLogShare * c.rows] = -log(s.d) - softmax_row(s.m, s.d, x_label, T(1), T(1)).nll_miss();
       if (plan.ce) {
         RowLoss<T> ce = loss_of(c, id_cross_entropy, other, c.map(x_label, label.y), T(1), w);
         totals.v[0] += w.s * ce.loss, totals.v[1] += w.s * w.mass, totals.v[2] += w.s * ce.extra, totals.v[3] += w.s;
@@ -73,8 +73,8 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
     int64_t stride = c.x_walk.class_stride;
     int y = label.y;
     T m = centre(saved(c, p, kOthersTop, live)), d = saved(c, p, kOthersSum, live), x_label = logit_at(row, stride, y, live);
-    SoftmaxRow<T> one = softmax_row(saved(c, p, kOthersTop, live), d, x_label, T(1), T(1));
-    T hit = one.hit(), miss = one.miss(), s = weights_of(c, p, label).s;
+    Odds<T> odds = odds_of(saved(c, p, kOthersTop, live), d, x_label);
+    T hit = odds.hit, miss = odds.miss, s = weights_of(c, p, label).s;
     // q - sum p q cancels where one class has all but all of p: all push are taken relative to that class's.
     const T* push = plan.factors + (live ? p.row / plan.area_rows * 2 * c.classes : 0);
     T top = live ? push[y] : T(0), top_pull = live ? push[c.classes + y] : T(0), push_label = top;
@@ -110,7 +110,7 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
         T v = exp(x.x[i] - m) * (gain * (push[j] - top) + offset);
         if (plan.ce) {
           T ce = to.slope * exp(c.map(x.x[i], j) - to.base);
-          if (c.smooth) ce -= to.pull * (c.weight ? c.weight[j] : T(1));
+          if (c.smooth) ce -= to.pull * target_weight(c, 0, j);
           v += ce * c.map.slope(x.x[i]);
         }
         value[i] = j == y ? at_label : v;

@@ -28,6 +28,22 @@ struct RegionPlan {
   T* factors;        // backward: (areas, 2, classes), upstream gradient included
 };
 
+// p_y and 1 - p_y. From the odds themselves, not from their logarithm: sums of tiny probabilities keep all their digits.
+template <class T>
+struct Odds {
+  T hit, miss;
+};
+template <class T>
+PYL_DEVICE Odds<T> odds_of(T m, T d, T x_label) {
+  if (x_label == infinity<T>()) return {nan<T>(), nan<T>()};  // as the softmax of +inf
+  if (x_label >= m) {
+    T against = d * exp(m - x_label);
+    return {1 / (1 + against), against / (1 + against)};
+  }
+  T in_favour = exp(x_label - m) / d;
+  return {in_favour / (1 + in_favour), 1 / (1 + in_favour)};
+}
+
 // A class without a target whose probabilities are lost to T may still have a mass that float64 can tell from 0.
 constexpr double kNoMass = -745;
 

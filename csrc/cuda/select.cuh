@@ -18,7 +18,7 @@ select_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Accumu
     const D* row = logits_of<D>(c, p);
     int64_t stride = c.x_walk.class_stride;
     int y = c.labels ? label.y : -1;
-    SoftTarget<T> soft(c, p);
+    int64_t target = target_at(c, p);
     Moments<T> s;
     Sums<T> other;
     Candidate<T> best;
@@ -26,7 +26,7 @@ select_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Accumu
       s.add(x);
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i) best.offer(x.x[i], x.at(i));
-      if (plan.ce) other.add(c, c.map, c.smooth || c.soft, x, y, T(1), false, c.soft ? &soft : nullptr);
+      if (plan.ce) other.add(c, c.map, c.smooth || c.soft, x, y, T(1), false, target);
     });
     s.merge(g);
     if (plan.ce) other.merge(g, T(1));
@@ -129,7 +129,7 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
         to.label *= c.map.slope(x_label);
       }
     }
-    SoftTarget<T> soft(c, p);
+    int64_t target = target_at(c, p);
     rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i) {
@@ -146,8 +146,7 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
         if (j == first) sum = at_first;
         if (ce) {
           T more_of = to.slope * exp(c.map(v, j) - to.base);
-          if (c.soft) more_of -= to.pull * soft(j);
-          else if (c.smooth) more_of -= to.pull * (c.weight ? c.weight[j] : T(1));
+          if (c.soft || c.smooth) more_of -= to.pull * target_weight(c, target, j);
           sum += j == y ? to.label : more_of * c.map.slope(v);
         }
         value[i] = sum + lost;

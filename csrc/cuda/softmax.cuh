@@ -98,9 +98,9 @@ softmax_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
       rest = squares.norm();
       late = late_of(c, norm_with(rest, unmasked(x_label)));
     }
-    SoftTarget<T> soft(c, p);
+    int64_t target = target_at(c, p);
     Sums<T> s;
-    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, c.map, c.smooth || c.soft, x, y, late, norm, c.soft ? &soft : nullptr); });
+    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, c.map, c.smooth || c.soft, x, y, late, norm, target); });
     s.merge(g, late);
     if (g.rank) return;
     if (c.parts > 1) {
@@ -176,7 +176,7 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
       to.label *= c.map.slope(logit_at(row, stride, y, true)) * late;
     }
     bool live = label.live && to.counts;
-    SoftTarget<T> soft(c, p);
+    int64_t target = target_at(c, p);
     rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i) {
@@ -184,8 +184,7 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
         if (!live || !x.has(i)) continue;
         int j = x.at(i);
         T v = to.slope * exp((c.map(x.x[i], j) - to.base) * late);
-        if (c.soft) v -= to.pull * soft(j);
-        else if (c.smooth) v -= to.pull * (c.weight ? c.weight[j] : T(1));
+        if (c.soft || c.smooth) v -= to.pull * target_weight(c, target, j);
         v *= c.map.slope(x.x[i]) * late;
         if (norm) v -= drag * unmasked(x.x[i]);
         value[i] = j == y ? to.label : v;

@@ -10,18 +10,19 @@ PYL_DEVICE T centre(T m) {  // what exponentials are relative to
   return m == -infinity<T>() ? T(0) : m;
 }
 
-// Class probabilities of a row as weights q_j = w_j ((1 - eps) t_j + eps / C).
+// What class j of a row weighs in cross-entropy's loss: with class probabilities t as targets q_j = w_j ((1 - eps) t_j + eps / C),
+// else w_j alone, for smoothing.
 template <class T>
-struct SoftTarget {
-  const Call<T>& c;
-  int64_t at;
-  PYL_DEVICE SoftTarget(const Call<T>& c, const Place& p) : c(c), at(c.soft && p.exists ? c.soft_walk.offset(p.row) : 0) {}
-  PYL_DEVICE T operator()(int j) const {
-    T t = load_as<T>(c.soft, c.soft_dtype, at + j * c.soft_walk.class_stride), eps = c.k.own[0];
-    T q = (1 - eps) * t + eps / c.k.classes;
-    return c.weight ? q * c.weight[j] : q;
-  }
-};
+PYL_DEVICE int64_t target_at(const Call<T>& c, const Place& p) {
+  return c.soft && p.exists ? c.soft_walk.offset(p.row) : 0;
+}
+template <class T>
+PYL_DEVICE T target_weight(const Call<T>& c, int64_t at, int j) {
+  T w = c.weight ? c.weight[j] : T(1);
+  if (!c.soft) return w;
+  T t = load_as<T>(c.soft, c.soft_dtype, at + j * c.soft_walk.class_stride), eps = c.k.own[0];
+  return w * ((1 - eps) * t + eps / c.k.classes);
+}
 
 // Sums over the classes other than the label's (over all with class probabilities), relative to the largest u so far.
 template <class T>
@@ -41,7 +42,7 @@ struct Sums {
   // `late` multiplies differences of u: LogitNorm's u are large, their differences not. y < 0: no class is left out.
   template <class Chunk>
   PYL_DEVICE void add(const Call<T>& c, const Map<T>& map, bool spreads, const Chunk& x, int y, T late, bool norm,
-                      const SoftTarget<T>* soft) {
+                      int64_t target) {
     T u[Chunk::kCount], top = -infinity<T>();
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
@@ -62,7 +63,7 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
       if (!x.has(i) || x.at(i) == y) continue;
-      T w = soft ? (*soft)(x.at(i)) : c.weight ? c.weight[x.at(i)] : T(1);
+      T w = target_weight(c, target, x.at(i));
       if (w != 0) spread += w * (base - u[i]);
       seen += w;
     }
