@@ -19,7 +19,7 @@ BACKENDS = ("reference", "cpu", "cuda", "triton")
 #: The families in the order in which tables show them.
 FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "linear", "score", "metric")
 
-#: Why a fused backend has no kernels for a family ("*": for any). A loss adds its own reasons in `LossSpec.missing`.
+#: Why a fused backend has no kernels for a family. A loss adds its own reasons in `LossSpec.missing`.
 NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {family: f"the {family} family has no CUDA kernels yet" for family in ("contrastive", "linear", "score")}

@@ -128,7 +128,9 @@ struct Problem {
   case Family::family:       \
     return family##_backward(run, r);
 void launch(Run& run, const Request& r, bool backward) {
-  if (backward) switch (family_of(r.loss)) { PYL_FAMILIES(PYL_BACKWARD) }
+  if (backward) switch (family_of(r.loss)) {
+      PYL_FAMILIES(PYL_BACKWARD)
+    }
   switch (family_of(r.loss)) { PYL_FAMILIES(PYL_FORWARD) }
 }
 #undef PYL_FORWARD
@@ -199,7 +201,8 @@ PYBIND11_MODULE(PYL_MODULE, m) {
   m.doc() = "CUDA kernels of pylosses. Called by pylosses/cuda.py with pointers that it has checked.";
   py::class_<Problem>(m, "Problem", "What forward and backward are both told, in the order of pylosses/cuda.py.")
       .def(py::init<int, int, uintptr_t, const Sizes&, const Sizes&, uintptr_t, int, int64_t, uintptr_t, int, const Sizes&,
-                    uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, const std::vector<double>&, int, double, uintptr_t>());
+                    uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, const std::vector<double>&, int, double,
+                    uintptr_t>());
   m.def("losses", &losses, "Name -> (number, saved numbers of a row, family) of every formula.");
   m.def("devices", &devices, "How many devices there are.");
   m.def(

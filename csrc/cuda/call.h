@@ -54,9 +54,9 @@ struct Request {
   double normalizer;            // negative when absent
   const double* normalizer_at;  // one that lies on the device, or null
 
-  void* out;    // (rows), (areas, classes) or one number, accumulation type
-  void* saved;  // what backward needs: two divisors, K numbers of every row, accumulation type; then the region family's
-                // doubles: how many areas count, and two coefficients of each area and class
+  void* out;       // (rows), (areas, classes) or one number, accumulation type
+  void* saved;     // what backward needs: two divisors, K numbers of every row, accumulation type; then the region family's
+                   // doubles: how many areas count, and two coefficients of each area and class
   const void* up;  // upstream gradient, shaped like out
   void* grad;
   Walk grad_walk;
@@ -103,10 +103,10 @@ struct Call {
   void* grad;
   Walk grad_walk;
 
-  double* partial;       // (4, blocks): loss, mass, extra and extra mass
-  int width;             // lanes of a row
-  int parts, per_part;   // blocks of a row, and classes of each
-  int phase;             // of a split row that is read twice
+  double* partial;                // (4, blocks): loss, mass, extra and extra mass
+  int width;                      // lanes of a row
+  int parts, per_part;            // blocks of a row, and classes of each
+  int phase;                      // of a split row that is read twice
   T *first_parts, *second_parts;  // numbers of each part: (numbers, parts, rows)
   double* part_totals;            // one more of each
   PYL_INLINE T& stat(int i, int64_t row) const { return stats[i * rows + row]; }
@@ -226,8 +226,8 @@ inline int saved_by(int loss) {
 
 // What each family's .cu defines.
 #define PYL_FAMILIES(X) X(softmax) X(margin) X(entropy) X(select) X(region)
-#define PYL_DECLARE_FAMILY(family)               \
-  void family##_forward(Run&, const Request&);   \
+#define PYL_DECLARE_FAMILY(family)             \
+  void family##_forward(Run&, const Request&); \
   void family##_backward(Run&, const Request&);
 PYL_FAMILIES(PYL_DECLARE_FAMILY)
 #undef PYL_DECLARE_FAMILY

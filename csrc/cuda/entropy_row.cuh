@@ -9,8 +9,8 @@ template <class T>
 struct Moments {
   static constexpr int kNumbers = 5;
   T m = -infinity<T>();
-  T ties = 0, rest = 0;        // entries equal to m; sum of e^(x - m) over the others
-  T moment = 0, square = 0;    // sum of e^(x - m) (x - m); of e^(2 (x - m)) over the others
+  T ties = 0, rest = 0;      // entries equal to m; sum of e^(x - m) over the others
+  T moment = 0, square = 0;  // sum of e^(x - m) (x - m); of e^(2 (x - m)) over the others
 
   PYL_DEVICE void raise(T top) {
     if (!(top > m)) return;

@@ -95,8 +95,8 @@ struct KeptSums {
 };
 
 template <class T>
-PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, const KeptSums<T>& kept, bool nans, T t, T x_label,
-                        Totals<T>& totals) {
+PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, const KeptSums<T>& kept, bool nans, T t,
+                        T x_label, Totals<T>& totals) {
   Weights<T> w = weights_of(c, p, label);
   bool none = kept.count == 0;
   // A row with a NaN, or with every class masked, has no margin to speak of.
@@ -206,15 +206,14 @@ margin_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
     Errors<T> h = errors_of(c, label, logit_at(row, stride, label.y, live));
     factor *= upstream_of(c, p, label, w).up;
     T at_label = -factor * slopes;
-    rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p,
-            [&](const auto& x, T(&value)[kChunk<D>]) {
+    rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
 #pragma unroll
-              for (int i = 0; i < kChunk<D>; ++i) {
-                T raw = live && x.has(i) ? h.raw(x.x[i], x.at(i)) : -infinity<T>(), e = h.value(raw);
-                T v = e >= t && e > 0 ? factor * h.slope(raw, e) : T(0);
-                value[i] = !live ? fill : x.at(i) == label.y ? at_label : v;
-              }
-            });
+      for (int i = 0; i < kChunk<D>; ++i) {
+        T raw = live && x.has(i) ? h.raw(x.x[i], x.at(i)) : -infinity<T>(), e = h.value(raw);
+        T v = e >= t && e > 0 ? factor * h.slope(raw, e) : T(0);
+        value[i] = !live ? fill : x.at(i) == label.y ? at_label : v;
+      }
+    });
   });
 }
 

@@ -1,5 +1,5 @@
-// The region family's sums over positions, and its kernels over the classes alone, which turn sums into losses and coefficients.
-// region.cuh has the passes over the rows.
+// The region family's sums over positions, and its kernels over the classes alone, which turn sums into losses and
+// coefficients. region.cuh has the passes over the rows.
 #pragma once
 #include "cuda/softmax_row.cuh"
 
@@ -13,8 +13,8 @@ template <class T>
 struct RegionPlan {
   double smooth, dice_weight, ce_weight;
   int absent;
-  bool ce, mapped;   // is there a cross-entropy? Of other logits than Dice's?
-  bool faint;        // does it matter whether a class without a target has any mass?
+  bool ce, mapped;  // is there a cross-entropy? Of other logits than Dice's?
+  bool faint;       // does it matter whether a class without a target has any mass?
   bool by_image;
   int64_t areas, area_rows, chunks, chunk_rows;
   const T* weight;   // of the classes

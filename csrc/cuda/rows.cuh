@@ -157,15 +157,15 @@ void finish(Run& run, const Request& r, const Call<T>& c, unsigned blocks);
 void add_partials(Run& run, const double* partial, unsigned blocks, double* result);
 
 // Launches a kernel that is a template of the logits' type and the group.
-#define PYL_RUN_ROWS(run, kernel, D, shape, ...)                                  \
-  do {                                                                            \
-    if ((shape).walkers == Walkers::lanes) {                                      \
-      auto of_lanes = kernel<D, Lanes>;                                           \
-      PYL_RUN(run, of_lanes, (shape).blocks(), (shape).threads, __VA_ARGS__);     \
-    } else {                                                                      \
-      auto of_block = kernel<D, Block>;                                           \
-      PYL_RUN(run, of_block, (shape).blocks(), (shape).threads, __VA_ARGS__);     \
-    }                                                                             \
+#define PYL_RUN_ROWS(run, kernel, D, shape, ...)                              \
+  do {                                                                        \
+    if ((shape).walkers == Walkers::lanes) {                                  \
+      auto of_lanes = kernel<D, Lanes>;                                       \
+      PYL_RUN(run, of_lanes, (shape).blocks(), (shape).threads, __VA_ARGS__); \
+    } else {                                                                  \
+      auto of_block = kernel<D, Block>;                                       \
+      PYL_RUN(run, of_block, (shape).blocks(), (shape).threads, __VA_ARGS__); \
+    }                                                                         \
   } while (0)
 
 // The groups of a launch over the parts of split rows: a lane for each part, a warp a row.

@@ -94,7 +94,6 @@ PYL_DEVICE T max_of(const G& g, T x) {
   return v[0];
 }
 
-
 // The best class that a thread knows: the largest logit, the lowest class among equals.
 constexpr int kNowhere = 1 << 30;  // behind every class
 template <class T>
@@ -190,8 +189,7 @@ PYL_DEVICE void visit(const G& g, const D* row, int64_t stride, const Place& p, 
   c.step = g.size, c.begin = p.begin, c.head = cut.head, c.skip = cut.vectors * N, c.count = n - c.skip;
   for (c.first = g.rank; c.first < c.count; c.first += g.size * N) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      c.x[i] = c.has(i) ? Stored<D>::load(row[c.at(i) * stride]) : -infinity<Accumulate<D>>();
+    for (int i = 0; i < N; ++i) c.x[i] = c.has(i) ? Stored<D>::load(row[c.at(i) * stride]) : -infinity<Accumulate<D>>();
     f(c);
   }
 }
@@ -227,8 +225,7 @@ PYL_DEVICE void rewrite(const G& g, const D* row, int64_t stride, D* out, int64_
   c.step = g.size, c.begin = p.begin, c.head = cut.head, c.skip = cut.vectors * N, c.count = n - c.skip;
   for (c.first = g.rank; c.first < c.count; c.first += g.size * N) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      c.x[i] = read && c.has(i) ? Stored<D>::load(row[c.at(i) * stride]) : -infinity<T>();
+    for (int i = 0; i < N; ++i) c.x[i] = read && c.has(i) ? Stored<D>::load(row[c.at(i) * stride]) : -infinity<T>();
     f(c, value);
 #pragma unroll
     for (int i = 0; i < N; ++i)

@@ -76,7 +76,8 @@ select_parts(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
     int place = -1;
     auto next = [&](T, int) {
       Candidate<T> found;
-      if (++place < plan.ranks() && has) found.value = plan.list_values[list + place], found.at = plan.list_classes[list + place];
+      if (++place < plan.ranks() && has)
+        found.value = plan.list_values[list + place], found.at = plan.list_classes[list + place];
       return found;
     };
     Selected<T> ranks;
@@ -137,8 +138,8 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
         if (!live || !x.has(i)) continue;
         int j = x.at(i);
         T v = x.x[i], prob = exp(v - m) * by_d, sum = 0;
-        bool selected = some && v > -infinity<T>() && !behind(v, j, x_last, last) &&
-                        (all_before || behind(v, j, x_before, before));
+        bool selected =
+            some && v > -infinity<T>() && !behind(v, j, x_last, last) && (all_before || behind(v, j, x_before, before));
         if (v > -infinity<T>()) {
           sum = prob * ((selected && plan.mass ? each : pull) + tilt * ((variance ? prob : v - m) - mean));
           if (selected && !plan.mass) sum += each * selected_class(c.loss, c.k, prob, v).own;

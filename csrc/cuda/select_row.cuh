@@ -22,7 +22,7 @@ enum SelectSaved {
   kOwn = kSecond,
   kClassBefore = kShares
 };
-enum SelectScratch { kBeyond, kPhi, kLoss, kExtra, kScratches };               // forward's
+enum SelectScratch { kBeyond, kPhi, kLoss, kExtra, kScratches };                     // forward's
 enum SelectFactor { kEach, kPull, kTilt, kMean, kAtFirst, kTiltAtFirst, kFactors };  // backward's
 
 // What the kernels of this family know besides the call.
@@ -33,9 +33,9 @@ struct SelectPlan {
   Uncertainty kind;
   bool batch, mass, ce, adr;
   double phi_scale;
-  T* numbers;     // (kScratches, rows) forward, (kFactors, rows) backward
+  T* numbers;                        // (kScratches, rows) forward, (kFactors, rows) backward
   double *batch_sums, *batch_slope;  // phi and its rows; dL/dphi
-  T* list_values;      // ranks of the parts of split rows: (rows, parts, ranks)
+  T* list_values;                    // ranks of the parts of split rows: (rows, parts, ranks)
   int* list_classes;
   PYL_INLINE T& number(int i, int64_t row, int64_t rows) const { return numbers[i * rows + row]; }
   PYL_INLINE int ranks() const { return last < 0 ? 1 : last + 1; }
@@ -195,7 +195,8 @@ select_factors(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
     if (plan.first == 0) at_first += each * selected_class(c.loss, plan.k, p_top, r.m).own;
     T* to = plan.numbers + p.row;
     to[kEach * c.rows] = static_cast<T>(plan.mass ? each + pull : each), to[kPull * c.rows] = static_cast<T>(pull);
-    to[kTilt * c.rows] = static_cast<T>(plan.batch ? tilt : tilt * up * result.slope), to[kMean * c.rows] = static_cast<T>(mean);
+    to[kTilt * c.rows] = static_cast<T>(plan.batch ? tilt : tilt * up * result.slope),
+               to[kMean * c.rows] = static_cast<T>(mean);
     to[kAtFirst * c.rows] = static_cast<T>(at_first);
     to[kTiltAtFirst * c.rows] = static_cast<T>(p_top * ((variance ? p_top : 0) - mean));
     totals.v[0] += static_cast<T>(up * result.slope);

@@ -10,8 +10,8 @@ PYL_DEVICE T centre(T m) {  // what exponentials are relative to
   return m == -infinity<T>() ? T(0) : m;
 }
 
-// What class j of a row weighs in cross-entropy's loss: with class probabilities t as targets q_j = w_j ((1 - eps) t_j + eps / C),
-// else w_j alone, for smoothing.
+// What class j of a row weighs in cross-entropy's loss: with class probabilities t as targets q_j = w_j ((1 - eps) t_j + eps /
+// C), else w_j alone, for smoothing.
 template <class T>
 PYL_DEVICE int64_t target_at(const Call<T>& c, const Place& p) {
   return c.soft && p.exists ? c.soft_walk.offset(p.row) : 0;
@@ -141,8 +141,7 @@ PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, int formula, T m, T 
   return g;
 }
 template <class T>
-PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Weights<T>& w,
-                                               const Upstream<T>& up) {
+PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Weights<T>& w, const Upstream<T>& up) {
   SoftmaxGradient<T> g;
   g.counts = counted(c, w, T(1));  // a loss of 0 has no gradient of its own
   T slope = up.main * mass;
