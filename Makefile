@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bars gpu-check gpu-report test check sanitize lint format setup clean
+.PHONY: bench bench-full bars gpu-check gpu-report cuda-full test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -18,6 +18,15 @@ gpu-check: setup
 gpu-report: setup
 	$(BIN)/python tools/gpu_report.py
 
+# The CUDA kernels for every architecture, with what ptxas says of each kernel in build/cuda_full.log; make test builds one.
+cuda-full: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S csrc -B build/cuda_full -G Ninja -DPYLOSSES_ISAS=none -DPYLOSSES_CUDA_ARCHS= \
+		-DCMAKE_BUILD_TYPE=Release -DCMAKE_CUDA_FLAGS="-Xptxas -v" -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" ninja -v -C build/cuda_full _cuda >build/cuda_full.log
+	! grep -E '[1-9][0-9]* bytes spill' build/cuda_full.log
+	@echo "-- no kernel spills; registers of each: build/cuda_full.log"
+
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
@@ -31,12 +40,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp
+	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu
 
 setup:
 	@sh tools/setup.sh

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .check import Problem
 
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 #: backend name -> module with forward(call, x, save) -> (loss, saved), backward(call, x, saved, grad), new_saved(call, x),
 #: loss_shape(call, x) and, where forward can write the gradient too, forward_ahead(call, x) -> (loss, saved, gradient or None)
-KERNELS: dict[str, Any] = {"cpu": cpu, "triton": triton}
+KERNELS: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton}
 
 
 def fused(call: Call, problem: Problem) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .check import Problem
-from .spec import BACKENDS, NO_KERNELS, LossSpec
+from .spec import BACKENDS, LossSpec
 
 
 class BackendError(RuntimeError):
@@ -57,15 +57,17 @@ def backends() -> BackendList:
 
 def _absent(name: str) -> str | None:
     """Why backend `name` cannot run at all here, or None."""
-    if name == "triton":
-        return triton.absent()
-    return cpu.absent if name == "cpu" else NO_KERNELS[name]["*"]
+    if name == "cpu":
+        return cpu.absent
+    return cuda.absent() if name == "cuda" else triton.absent()
 
 
 def _present(name: str) -> str:
-    if name == "triton":
-        return "Triton kernels, interpreted on the CPU" if triton.interpreted() else "Triton kernels"
-    return f"C++ kernels, {cpu.isa()} instruction set" if name == "cpu" else "available"
+    if name == "cpu":
+        return f"C++ kernels, {cpu.isa()} instruction set"
+    if name == "cuda":
+        return "CUDA kernels, emulated on the CPU" if cuda.emulated() else "CUDA kernels"
+    return "Triton kernels, interpreted on the CPU" if triton.interpreted() else "Triton kernels"
 
 
 def why_not(name: str, spec: LossSpec, problem: Problem, obstacle: str | None) -> str | None:
@@ -77,8 +79,10 @@ def why_not(name: str, spec: LossSpec, problem: Problem, obstacle: str | None) -
         return reason
     if name == "cpu" and not problem.x.is_cpu:
         return f"input is on {problem.x.device}; the cpu backend takes CPU tensors"
-    if name == "triton" and (reason := triton.why_not(problem.x.device)) is not None:
-        return reason
+    if name in ("cuda", "triton"):
+        reason = (cuda if name == "cuda" else triton).why_not(problem.x.device)
+        if reason is not None:
+            return reason
     if problem.x.layout is not torch.strided:
         return f"input has layout {problem.x.layout}; fused kernels take strided tensors"
     return obstacle

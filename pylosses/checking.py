@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import functional
+from . import cuda, functional
 from .backends import backends
 from .check import ACCUMULATE
 from .spec import BACKENDS, LOSSES, LossSpec
@@ -111,8 +111,9 @@ def plan(losses: list[LossSpec] | None = None, names: list[str] | None = None, d
 
 
 def _backends_for(device: str) -> list[str]:
-    """Available backends that take tensors of `device`; "triton" does on the CPU when it is interpreted."""
-    wrong = {"cpu": ("cuda",), "cuda": ("cpu",)}.get(device.partition(":")[0], ("cpu", "cuda"))
+    """Available backends that take tensors of `device`; on the CPU "triton" does when interpreted, "cuda" when emulated."""
+    other = {"cpu": ("cuda",), "cuda": ("cpu",)}.get(device.partition(":")[0], ("cpu", "cuda"))
+    wrong = () if device == "cpu" and cuda.emulated() else other
     return [name for name in BACKENDS if name not in wrong and backends()[name].available]
 
 

@@ -19,10 +19,11 @@ BACKENDS = ("reference", "cpu", "cuda", "triton")
 #: The families in the order in which tables show them.
 FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "linear", "score", "metric")
 
-#: Why a fused backend has no kernels for a family ("*": for any). A loss adds its own reasons in `LossSpec.missing`.
+#: Why a fused backend has no kernels for a family. A loss adds its own reasons in `LossSpec.missing`.
 NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
-    "cuda": {"*": "the CUDA kernels are not written yet"},
+    "cuda": {family: f"the {family} family has no CUDA kernels yet" for family in ("contrastive", "linear", "score")}
+    | {"metric": "a metric is computed once, in plain PyTorch"},
     "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "linear", "score")}
     | {"metric": "a metric is computed once, in plain PyTorch"},
 }
@@ -78,7 +79,7 @@ class LossSpec:
         if backend == "reference":
             return None
         known = NO_KERNELS.get(backend, {})
-        return self.missing.get(backend) or known.get(self.family) or known.get("*")
+        return self.missing.get(backend) or known.get(self.family)
 
 
 #: A kernel keeps at most so many largest classes of a row.

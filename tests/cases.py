@@ -32,7 +32,7 @@ def name_of(value: Any) -> str | None:
 
 def backends_of(spec: LossSpec, *, reference: bool = True) -> list[Any]:
     """The backends that have this loss. C++ kernels that are not here are skipped with the reason; those of GPUs are left out:
-    tests/test_triton.py has a process of its own for them."""
+    tests/test_triton.py has a process of its own for them, tests/test_cuda.py an emulator."""
     found = []
     for backend in BACKENDS:
         if backend == "reference" and not reference or spec.why_not(backend) is not None:
@@ -155,6 +155,9 @@ KINDS: dict[str, Callable[[torch.Generator], tuple[Tensor, Tensor]]] = {
     "huge": _eighths(2, 32000),
 }
 
+#: kinds that only some tests ask for
+RARE: dict[str, Callable[[torch.Generator], tuple[Tensor, Tensor]]] = {"split": _eighths(2, 70001)}
+
 
 class Case(NamedTuple):
     """A loss with everything it is called with."""
@@ -185,7 +188,7 @@ def _double(value: Any) -> Any:
 
 def case(spec: LossSpec, sample: int = 0, kind: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
     """Rows of `kind` for `spec`, rounded to `dtype`; per-class arguments are rounded to the dtype of the statistics."""
-    x, y = KINDS[kind](torch.Generator().manual_seed(1000 * seed + sum(map(ord, kind))))
+    x, y = (KINDS | RARE)[kind](torch.Generator().manual_seed(1000 * seed + sum(map(ord, kind))))
     x = x.to(dtype)
     arguments = arguments_of(spec, sample, x.shape[1], dtype)
     if spec.inputs == "unlabelled":

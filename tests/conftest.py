@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # cases, tolerance, golden: --import-mode=importlib does not add it
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, (HERE, HERE / "gpu", HERE / "cuda_on_cpu"))  # cases, ...: --import-mode=importlib does not add them
 
 os.environ.pop("PYLOSSES_BACKEND", None)  # read when pylosses is imported: it must not change what a test tests
 # Read when a process starts, so it is for the workers of pytest-xdist: threads that wait by spinning starve each other's work.

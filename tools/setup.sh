@@ -26,7 +26,9 @@ if [ ! -f .venv/.torch ]; then
 fi
 
 # Rebuild when the kernels or the build changed.
-stamp=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp | cksum)
+# CUDA kernels, where there is nvcc, for one architecture: make cuda-full builds them all.
+export PYLOSSES_CUDA_ARCHS="${PYLOSSES_CUDA_ARCHS-80}"
+stamp=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)
 if [ "$(cat .venv/.built 2>/dev/null || true)" != "$stamp" ]; then
     say "installing the tools and building pylosses"
     # Instruction sets that this machine runs; `pip install .` builds all of them.

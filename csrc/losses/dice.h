@@ -9,7 +9,7 @@ struct dice {
   enum Absent { literal, zero, exclude };
   static constexpr int first = 0;  // place of its own numbers
 
-  static RegionResult of_class(double smooth, const RegionClass& c) {
+  static PYL_INLINE RegionResult of_class(double smooth, const RegionClass& c) {
     double both = 2 * c.hit + smooth, size = both + c.missed + c.stray;
     // An absent class has loss 1 without smoothing, whatever its mass: a constant, and no division by almost nothing.
     if (smooth == 0 && !c.present()) return {c.mass ? 1.0 : 0.0, 0, 0};

@@ -134,7 +134,7 @@ struct SelectResult {
 struct RegionClass {
   double hit, missed, stray;
   bool mass;  // has any row of the area a probability of the class that float64 can tell from 0?
-  bool present() const { return !(hit + missed <= 0); }  // also when a row is NaN
+  PYL_INLINE bool present() const { return !(hit + missed <= 0); }  // also when a row is NaN
 };
 
 struct RegionResult {

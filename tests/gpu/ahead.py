@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what the kernels were tested with; later versions change the default
 
+import calls
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
-import pylosses
 from pylosses import triton as backend
 from pylosses.autograd import Call
-from pylosses.spec import LOSSES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -154,25 +153,10 @@ def _ptxas(ptx: str, arch: int) -> str:
 
 
 def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | None = None, soft: bool = False) -> Call:
-    """The kernel's view of a loss with sample arguments, on logits x; labels are random, of int64."""
-    caught: list[Call] = []
-    spec = LOSSES[name]
-    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
-    arguments = {k: v.to(statistics) if isinstance(v, torch.Tensor) else v for k, v in spec.sample(sample, x.shape[1]).items()}
-    arguments["reduction"] = reduction or spec.default_reduction
-    inputs = [x]
-    if spec.inputs == "labelled":
-        shape = x.shape[:1] + x.shape[2:]
-        generator = torch.Generator().manual_seed(1)
-        inputs.append(
-            torch.rand(x.shape, generator=generator) if soft else torch.randint(0, x.shape[1], shape, generator=generator)
-        )
-    keep, real = pylosses.call.fused, backend.absent
+    """`calls.call_of` of the Triton backend, as if a GPU were here."""
+    real, interpreted = backend.absent, backend.interpreted
     try:
-        pylosses.call.fused = lambda call, problem: caught.append(call)
-        backend.absent = lambda: None
-        backend.interpreted, interpreted = (lambda: True), backend.interpreted
-        getattr(pylosses, spec.function)(*inputs, backend="triton", **arguments)
+        backend.absent, backend.interpreted = (lambda: None), (lambda: True)
+        return calls.call_of(name, x, sample, backend="triton", reduction=reduction, soft=soft)
     finally:
-        pylosses.call.fused, backend.absent, backend.interpreted = keep, real, interpreted
-    return caught[0]
+        backend.absent, backend.interpreted = real, interpreted

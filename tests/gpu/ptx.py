@@ -1,4 +1,4 @@
-"""A small strict PTX interpreter (numpy, SIMT): runs the code that Triton compiles, without a GPU.
+"""A small strict PTX interpreter (numpy, SIMT): runs the code that Triton and nvcc compile, without a GPU.
 
 Lanes of many blocks execute vectorised, reconverging at the smallest program counter. Checked on the way: global accesses out
 of bounds, misaligned, or meeting another block's writes; shared memory out of bounds, read before written, or raced over by two
@@ -45,9 +45,9 @@ NP = {
 }
 #: Modifiers of instructions; any other raises, never a silent guess.
 KNOWN = set(
-    """global shared param nc v2 v4 v8 cta gpu sys relaxed acquire release acq_rel volatile weak L1 L2 to sync aligned
+    """global shared local param nc v2 v4 v8 cta gpu sys relaxed acquire release acq_rel volatile weak L1 L2 to sync aligned
     bfly down up idx add max min and or xor exch ballot any all eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan
-    wide rn rz rm rp rni rzi rmi rpi approx full ftz NaN clamp wrap warp uni l r proxy async m8n8 x1 x2 x4 trans""".split()
+    wide rn rz rm rp rni rzi rmi rpi approx full ftz sat NaN clamp wrap warp uni l r proxy async m8n8 x1 x2 x4 trans""".split()
 )
 
 
@@ -68,19 +68,56 @@ def view(raw, ty):
     return bf_up(raw) if ty == "bf16" else raw.view(NP[ty]) if BITS[ty] > 1 else raw
 
 
+def directed(exact, op):
+    """float64 to float32 with the rounding that the instruction names: rz, rm or rp."""
+    near = exact.astype(np.float32)
+    down, up = near > exact, near < exact
+    below, above = np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))
+    if "rm" in op:
+        return np.where(down, below, near)
+    if "rp" in op:
+        return np.where(up, above, near)
+    return np.where(down & (exact > 0), below, np.where(up & (exact < 0), above, near))
+
+
+def high(x, y):
+    """The upper half of a product of integers."""
+    bits = 8 * x.dtype.itemsize
+    if bits < 64:
+        wide = np.int64 if x.dtype.kind == "i" else np.uint64
+        return ((x.astype(wide) * y.astype(wide)) >> wide(bits)).astype(x.dtype)
+    return ((x.astype(object) * y.astype(object)) >> bits).astype(x.dtype)
+
+
+def fused(x, y, z):
+    """x y + z, rounded once: nearly, for float64."""
+    wide = np.longdouble if x.dtype == np.float64 else np.float64
+    return x.astype(wide) * y.astype(wide) + z.astype(wide)
+
+
+def entries(text):
+    """Name -> its PTX alone, of a module with many kernels."""
+    starts = [m.start() for m in re.finditer(r"^(?:\.(?:visible|weak)\s+)?\.entry", text, re.M)]
+    parts = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    head = "" if not starts else text[: starts[0]]
+    return {re.search(r"\.entry\s+([\w$]+)", part)[1]: head + part for part in parts}
+
+
 class Kernel:
     def __init__(self, text, name=None):
         text = re.sub(r"/\*.*?\*/", "", re.sub(r"//[^\n]*", "", text), flags=re.S)
         text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", text, flags=re.M)
         ents = list(re.finditer(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, re.S))
-        m = next(e for e in ents if name is None or name in e.group(1))
+        m = next(e for e in ents if name is None or name == e.group(1))
         self.name, self.params, self.shsyms, self.shsize, self.dyn = m.group(1), [], {}, 0, None
+        self.local, self.local_size = {}, 0
         off = 0
         for p in filter(None, (q.strip() for q in m.group(2).split(","))):
-            d = re.match(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\b.*?([\w$]+)(?:\[(\d+)\])?$", p, re.S)
-            n = BITS[d.group(1)] // 8 * int(d.group(3) or 1)
-            off = -(-off // n) * n if not d.group(3) else -(-off // 8) * 8
-            self.params.append((d.group(2), d.group(1), off, n))
+            d = re.match(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\b.*?([\w$]+)(?:\[(\d+)\])?$", p, re.S)
+            n = BITS[d.group(2)] // 8 * int(d.group(4) or 1)
+            align = n if not d.group(4) else int(d.group(1) or 8)
+            off = -(-off // align) * align
+            self.params.append((d.group(3), d.group(2), off, n))
             off += n
         self.pbytes = off
         depth, i = 1, m.end()
@@ -91,12 +128,18 @@ class Kernel:
             r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[(\d*)\])?\s*;", text[: m.start()] + text[m.end() : i]
         ):
             al = int(s.group(1) or 16)
+            if not re.search(re.escape(s.group(3)) + r"(?![\w$])", text[m.end() : i]):
+                continue  # of another kernel of the module
             if s.group(4) and not s.group(5):
                 self.dyn = s.group(3)
                 continue
             self.shsize = -(-self.shsize // al) * al
             self.shsyms[s.group(3)] = self.shsize
             self.shsize += BITS[s.group(2)] // 8 * int(s.group(5) or 1)
+        for s in re.finditer(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]\s*;", text[m.end() : i]):
+            self.local_size = -(-self.local_size // int(s.group(1))) * int(s.group(1))
+            self.local[s.group(2)] = self.local_size
+            self.local_size += int(s.group(3))
         self.labels, self.code, self.regw = {}, [], {}
         for st in text[m.end() : i - 1].split(";"):
             st = st.strip()
@@ -142,10 +185,11 @@ class Kernel:
 
 
 class Sim:
-    SH = 0x01000000
+    SH, LOCAL, PARAM, WINDOW = 0x01000000, 0x02000000, 0x03000000, 0x01000000  # generic addresses of what is not global
 
     def __init__(self, kernel, grid, block, args, buffers, smem=0):
-        """args: numbers, in order, pointers as addresses; buffers: (name, address, bytes) of the memory that may be touched."""
+        """args: numbers, in order, pointers as addresses, structs as bytes; buffers: (name, address, bytes) of the memory that
+        may be touched."""
         self.k, self.grid, self.block = kernel, tuple(grid) + (1,) * (3 - len(grid)), block
         buffers = sorted(buffers, key=lambda b: b[1])
         self.names = [b[0] for b in buffers]
@@ -155,7 +199,10 @@ class Sim:
         self.writer = [np.full(b[2], -1, np.int32) for b in buffers]  # block that wrote each byte
         pb = bytearray(kernel.pbytes)
         for (_, ty, off, sz), a in zip(kernel.params, list(args) + [0] * (len(kernel.params) - len(args)), strict=True):
-            v = struct.pack("<d" if ty == "f64" else "<f", a) if isinstance(a, float) else struct.pack("<q", a)
+            if isinstance(a, bytes):
+                v = a
+            else:
+                v = struct.pack("<d" if ty == "f64" else "<f", a) if isinstance(a, float) else struct.pack("<q", a)
             pb[off : off + sz] = v[:sz].ljust(sz, b"\0")
         self.pb = np.frombuffer(bytes(pb), np.uint8)
         self.poff = {p[0]: p[2] for p in kernel.params}
@@ -178,17 +225,22 @@ class Sim:
         self.R = {}
         self.sh = np.zeros((len(bids), max(self.shsz, 1)), np.uint8)
         self.init = np.zeros_like(self.sh, bool)
+        self.own = np.full((T, self.k.local_size), 0xA5, np.uint8)  # local memory: junk until it is written
         self.wr = np.full(self.sh.shape, -1, np.int64)
         self.rd = np.full(self.sh.shape, -1, np.int64)  # warp that wrote/read since last barrier
         pc = np.zeros(T, np.int64)
         done = np.zeros(T, bool)
         wait = np.full(T, -1, np.int64)
+        held = np.zeros(T, bool)  # at a warp collective that other lanes have not reached yet
         code = self.k.code
         while True:
-            run = ~done & (wait < 0)
+            run = ~done & (wait < 0) & ~held
             if not run.any():
                 if done.all():
                     break
+                if held.any():
+                    txt = code[pc[held][0]][4]
+                    raise PtxError(f"warp collective: lanes of its mask are missing   in `{txt}` (block {self.bid[held][0]})")
                 for b in np.unique(self.blk[~done]):
                     m = (self.blk == b) & ~done
                     if len(set(wait[m])) != 1:
@@ -203,6 +255,9 @@ class Sim:
                 done[a] = True
                 continue
             pred, neg, op, ops, txt = code[p]
+            if op[0] in ("shfl", "vote", "redux"):
+                a = np.flatnonzero((run | held) & (pc == p))
+                held[a] = False
             pc[a] = p + 1
             if pred is not None:
                 c = self.get(pred, "pred", a)
@@ -210,6 +265,12 @@ class Sim:
             if a.size == 0:
                 continue
             o = op[0]
+            if o in ("shfl", "vote", "redux"):
+                late = self.late(a, self.get(ops[4 if o == "shfl" else 2], "u32", a))
+                held[a[late]], pc[a[late]] = True, p
+                a = a[~late]
+                if a.size == 0:
+                    continue
             if o == "bra":
                 pc[a] = self.k.labels[ops[0]]
             elif o in ("ret", "exit"):
@@ -282,6 +343,10 @@ class Sim:
             return self.SH + self.k.shsize
         if s in self.k.shsyms:
             return self.SH + self.k.shsyms[s]
+        if s in self.k.local:
+            return self.LOCAL + self.k.local[s]
+        if s in self.poff:
+            return self.PARAM + self.poff[s]
         raise PtxError(f"unknown symbol {s}")
 
     def put(self, s, val, ty, a):
@@ -343,9 +408,32 @@ class Sim:
             self.rd[idx] = np.where((self.rd[idx] >= 0) & (self.rd[idx] != w), 1 << 40, w)
         return idx
 
+    def space(self, op, ad):
+        """The state space of an access: named by the instruction, or by the window that a generic address is in."""
+        for name in ("shared", "global", "local", "param"):
+            if any(x.startswith(name) for x in op[1:]):
+                return name
+        windows = np.unique(np.minimum(ad // self.WINDOW, 4))
+        if windows.size > 1:
+            raise NotImplementedError("a generic access of several state spaces")
+        return ("global", "shared", "local", "param", "global")[windows[0]]
+
+    def window(self, ad, base, size, n):
+        """Positions of the bytes of an access within a window of memory."""
+        o = ad - base
+        if ((o < 0) | (o + n > size)).any():
+            raise PtxError("access out of the bounds of local memory or parameters")
+        if (o % n).any():
+            raise PtxError(f"misaligned {n}-byte access of local memory or parameters")
+        return o[:, None] + np.arange(n)
+
     def load(self, space, ad, n, a):
         if space == "shared":
             return self.sh[self.shx(ad, n, a, False)].reshape(a.size, n)
+        if space == "param":
+            return self.pb[self.window(ad, self.PARAM, self.pb.size, n)]
+        if space == "local":
+            return self.own[a[:, None], self.window(ad, self.LOCAL, self.k.local_size, n)]
         out = np.empty((a.size, n), np.uint8)
         for b, lanes, at in self.pieces(ad, n, 0, a):
             if ((self.writer[b][at] >= 0) & (self.writer[b][at] != self.bid[a[lanes]][:, None])).any():
@@ -357,6 +445,11 @@ class Sim:
         n = byts.shape[1]
         if space == "shared":
             self.sh[self.shx(ad, n, a, True)] = byts.ravel()
+            return
+        if space == "param":
+            raise PtxError("a write to the parameters")
+        if space == "local":
+            self.own[a[:, None], self.window(ad, self.LOCAL, self.k.local_size, n)] = byts
             return
         for b, lanes, at in self.pieces(ad, n, 1, a):
             owner = self.bid[a[lanes]][:, None]
@@ -403,7 +496,7 @@ class Sim:
             if kind == "param":
                 by = np.broadcast_to(self.pb[ad : ad + nb * vec], (a.size, nb * vec))
             else:
-                by = self.load("shared" if any(x.startswith("shared") for x in op) else "global", ad, nb * vec, a)
+                by = self.load(self.space(op, ad), ad, nb * vec, a)
             ds = [x.strip() for x in ops[0].strip("{}").split(",")] if vec > 1 else [ops[0]]
             for j, d in enumerate(ds):
                 self.put(
@@ -419,7 +512,7 @@ class Sim:
             by = np.concatenate(
                 [np.ascontiguousarray(self.get(s, f"b{nb * 8}", a)).view(np.uint8).reshape(a.size, nb) for s in ss], 1
             )
-            self.store("shared" if any(x.startswith("shared") for x in op) else "global", ad, by, a)
+            self.store(self.space(op, ad), ad, by, a)
         elif o in ("mov", "cvta"):
             if ops[0][0] == "{" or ops[1][0] == "{":
                 self.put(ops[0], self.get(ops[1], ty, a), ty, a)
@@ -532,6 +625,12 @@ class Sim:
                 r = {"rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc, "rni": np.rint}[
                     next(x for x in op if x in ("rmi", "rpi", "rzi", "rni"))
                 ](r)
+            if "sat" in op:
+                if d != "f32":
+                    raise NotImplementedError("saturation")
+                r = np.where(np.isnan(r), np.float32(0), np.clip(r, np.float32(0), np.float32(1)))
+            if s == "f64" and d == "f32" and any(x in op for x in ("rz", "rm", "rp")):
+                r = directed(v, op)
             self.put(ops[0], r, d, a)
         elif ty == "f32x2":
             xs = [G(i, "b64") for i in range(1, len(ops))]
@@ -546,14 +645,19 @@ class Sim:
         elif o in ("mad", "fma") or (o == "mul" and "wide" in op):
             x, y = G(1), G(2)
             if ty[0] == "f":
-                P((x.astype(np.float64) * y.astype(np.float64) + G(3).astype(np.float64)).astype(x.dtype))
+                r = fused(x, y, G(3))
+                if any(m in op for m in ("rz", "rm", "rp")):
+                    if ty != "f32":
+                        raise NotImplementedError("rounding")
+                    P(directed(r, op))
+                else:
+                    P(np.clip(r, 0, 1).astype(x.dtype) if "sat" in op else r.astype(x.dtype))
             elif "wide" in op:
                 wt = ty[0] + str(BITS[ty] * 2)
                 r = x.astype(NP[wt]) * y.astype(NP[wt])
                 self.put(ops[0], r + self.get(ops[3], wt, a) if o == "mad" else r, wt, a)
             elif "hi" in op:
-                wt = ty[0] + "64"
-                P(((x.astype(NP[wt]) * y.astype(NP[wt])) >> 32).astype(x.dtype) + G(3))
+                P(high(x, y) + G(3))
             else:
                 P(x * y + G(3))
         elif o in ("shl", "shr"):
@@ -627,9 +731,7 @@ class Sim:
             bi = {
                 "add": lambda: x + y,
                 "sub": lambda: x - y,
-                "mul": lambda: (
-                    x * y if "hi" not in op else ((x.astype(np.int64 if ty[0] == "s" else np.uint64) * y) >> 32).astype(x.dtype)
-                ),
+                "mul": lambda: x * y if "hi" not in op else high(x, y),
                 "and": lambda: x & y,
                 "or": lambda: x | y,
                 "xor": lambda: x ^ y,
@@ -650,6 +752,14 @@ class Sim:
                 ops = ops[:3]
             if len(ops) != (2 if o in un else 3):
                 raise NotImplementedError("operand count")
+            if any(m in op for m in ("rz", "rm", "rp")):
+                if ty != "f32" or o not in ("add", "sub", "mul"):
+                    raise NotImplementedError("rounding")
+                x, y = x.astype(np.float64), y.astype(np.float64)
+                P(directed(bi[o](), op))
+                return
+            if "sat" in op:
+                raise NotImplementedError("saturation")
             r = (un if o in un else bi)[o]()
             if "ftz" in op and r.dtype == np.float32:
                 r = np.where(np.abs(r) < np.float32(1.1754944e-38), np.copysign(np.float32(0), r), r)
@@ -681,14 +791,17 @@ class Sim:
         if o == "stmatrix":
             self.store("shared", ad[used], rows[used], a[used])
 
+    def late(self, a, m):
+        """Which of the lanes a have to wait, because lanes of their masks m are not among them."""
+        here = np.zeros(-(-self.T // 32), np.uint32)
+        lane = (a % 32).astype(np.uint32)
+        np.bitwise_or.at(here, a // 32, np.uint32(1) << lane)
+        there = np.uint32((1 << (self.T % 32)) - 1) if self.T % 32 else np.uint32(0xFFFFFFFF)  # lanes of the last warp
+        m = np.where(a // 32 == here.size - 1, m & there, m)
+        if ((m >> lane) & 1 == 0).any():
+            raise PtxError("warp collective: a lane is not in its own mask")
+        return (m & ~here[a // 32]) != 0
+
     def check(self, a, m):
-        act = np.zeros(-(-self.T // 32) * 32, bool)
-        act[a] = True
-        act = act.reshape(-1, 32)
-        w = a // 32
-        for x in np.unique(w):
-            mm = int(m[w == x][0])
-            nl = min(32, self.T - x * 32)
-            need = np.array([(mm >> lane) & 1 for lane in range(nl)], bool)
-            if (need & ~act[x][:nl]).any():
-                raise PtxError(f"warp collective: lanes of mask {mm:#x} are missing")
+        if self.late(a, m).any():
+            raise PtxError("warp collective: lanes of its mask are missing")

@@ -1,0 +1,62 @@
+# pylosses/_cuda: built where nvcc is found, skipped with a message where it is not. The runtime is linked statically, so that
+# the module loads on a machine without a driver.
+# PYLOSSES_CUDA_ARCHS (-D or in the environment) names the architectures, such as "80;90", or is "none".
+set(PYLOSSES_CUDA_ARCHS "$ENV{PYLOSSES_CUDA_ARCHS}" CACHE STRING "CUDA architectures; empty for all, none for no CUDA kernels")
+
+if(PYLOSSES_CUDA_ARCHS STREQUAL "none")
+  set(cuda_reason "\"pylosses._cuda was not built: PYLOSSES_CUDA_ARCHS was none when pylosses was installed\"")
+  return()
+endif()
+find_program(PYLOSSES_NVCC nvcc PATHS ENV CUDA_PATH ENV CUDA_HOME /usr/local/cuda PATH_SUFFIXES bin)
+if(NOT PYLOSSES_NVCC)
+  message(STATUS "pylosses: no nvcc; installing without the CUDA kernels")
+  set(cuda_reason "\"pylosses._cuda was not built: no nvcc was found when pylosses was installed\"")
+  return()
+endif()
+if(NOT CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_COMPILER ${PYLOSSES_NVCC})
+endif()
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # set below: which there are depends on the version
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  message(WARNING "pylosses: ${PYLOSSES_NVCC} does not work here; installing without the CUDA kernels")
+  set(cuda_reason "\"pylosses._cuda was not built: nvcc did not work when pylosses was installed\"")
+  return()
+endif()
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+if(PYLOSSES_CUDA_ARCHS)
+  set(architectures ${PYLOSSES_CUDA_ARCHS})
+else()  # code for every generation, and PTX of the newest for those to come
+  set(architectures 75-real 80-real)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 11.8)
+    list(APPEND architectures 86-real 89-real)
+  endif()
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(APPEND architectures 90-real 100-real 120)
+  else()
+    list(APPEND architectures 90)
+  endif()
+endif()
+message(STATUS "pylosses: CUDA kernels for ${architectures}, nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# nvcc is told the same whatever the build type: with its debugging code kernels take minutes to build.
+set(CMAKE_CUDA_FLAGS_RELEASE "-O3")
+set(CMAKE_CUDA_FLAGS_DEBUG "-O3")
+set(families softmax margin entropy select region finish)
+list(TRANSFORM families REPLACE "(.+)" "cuda/\\1.cu" OUTPUT_VARIABLE sources)
+add_library(cuda_kernels OBJECT ${sources})
+target_include_directories(cuda_kernels PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+target_compile_options(cuda_kernels PRIVATE -Xcompiler=-fvisibility=hidden)
+set_target_properties(cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_ARCHITECTURES "${architectures}"
+                      CUDA_RUNTIME_LIBRARY Static)
+
+pybind11_add_module(_cuda NO_EXTRAS cuda/bindings.cpp $<TARGET_OBJECTS:cuda_kernels>)
+target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+set_target_properties(_cuda PROPERTIES LINKER_LANGUAGE CXX)
+target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+install(TARGETS _cuda DESTINATION pylosses)
+set(cuda_reason "None")

@@ -1,0 +1,207 @@
+// The select family's ranks, and its kernels over the rows alone: losses from the statistics, and what backward multiplies.
+// Formulas of rows are evaluated in double, once a row, away from the kernels over the logits in select.cuh.
+#pragma once
+#include "cuda/entropy_row.cuh"
+#include "cuda/softmax_row.cuh"
+
+namespace PYL_ISA {
+
+// Numbers of a row, in Call::stats. ADR has its second sum and its shares where tta has the sum of own derivatives and the
+// class before the selected ones.
+enum SelectSaved {
+  kMark,  // 0: no gradient, 1: counts, 2: left out by the reduction, but part of the mean of phi
+  kTop,   // the largest logit
+  kMore,  // sum of e^(x - top) = 1 + more
+  kSecond,
+  kShares,
+  kFirstClass,
+  kLastClass,
+  kOtherTop,  // of cross-entropy: m and d of the other classes, and the mass of class probabilities
+  kOtherSum,
+  kMass,
+  kOwn = kSecond,
+  kClassBefore = kShares
+};
+enum SelectScratch { kBeyond, kPhi, kLoss, kExtra, kScratches };                     // forward's
+enum SelectFactor { kEach, kPull, kTilt, kMean, kAtFirst, kTiltAtFirst, kFactors };  // backward's
+
+// What the kernels of this family know besides the call.
+template <class T>
+struct SelectPlan {
+  Scalars<double> k;
+  int first, last;  // ranks
+  Uncertainty kind;
+  bool batch, mass, ce, adr;
+  double phi_scale;
+  T* numbers;                        // (kScratches, rows) forward, (kFactors, rows) backward
+  double *batch_sums, *batch_slope;  // phi and its rows; dL/dphi
+  T* list_values;                    // ranks of the parts of split rows: (rows, parts, ranks)
+  int* list_classes;
+  PYL_INLINE T& number(int i, int64_t row, int64_t rows) const { return numbers[i * rows + row]; }
+  PYL_INLINE int ranks() const { return last < 0 ? 1 : last + 1; }
+};
+
+template <class T>
+PYL_DEVICE bool behind(T x, int j, T value, int at) {  // does (x, j) rank after (value, at)?
+  return x < value || (x == value && j > at);
+}
+// Calls f(rank, value, class) in every thread for each rank of a group's classes; class kNowhere past the last. `next` gives a
+// thread's best class behind the one it has just lost.
+template <class G, class T, class N, class F>
+PYL_DEVICE void over_ranks(const G& g, Candidate<T> mine, int ranks, N next, F f) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    Candidate<T> best = best_of(g, mine);
+    f(rank, best.value, best.at);
+    if (mine.at == best.at && best.at < kNowhere) mine = next(best.value, best.at);
+  }
+}
+
+// What the ranks give.
+template <class T>
+struct Selected {
+  T beyond = 0, own = 0;  // sums over the selected classes beyond the first rank
+  int first = kNowhere, before = kNowhere, last = kNowhere;
+  PYL_DEVICE void add(const Call<T>& c, const SelectPlan<T>& plan, int rank, T value, int j, T m, T d) {
+    if (rank == 0) first = j;
+    if (rank == plan.first - 1) before = j;
+    if (j >= kNowhere || rank < plan.first || rank > plan.last) return;
+    last = j;
+    if (rank == 0) return;
+    SelectedClass<T> s = selected_class(c.loss, c.k, exp(value - m) / d, value);
+    beyond += s.share, own += s.own;
+  }
+};
+
+// The statistics of a row to where losses and backward find them; one thread of its group calls it.
+template <class T>
+PYL_DEVICE void leave_statistics(const Call<T>& c, const SelectPlan<T>& plan, const Place& p, const Label& label,
+                                 const Moments<T>& s, const Selected<T>& ranks, const Sums<T>& other, T x_label) {
+  if (!p.exists) return;
+  T more = s.more(), d = 1 + more, mu = s.moment / d;
+  T second = plan.kind == Uncertainty::variance ? (s.ties - 1) + s.square : mu;
+  more += s.moment - s.moment;
+  // 1 - t must keep its digits in rows that the selected classes dominate.
+  T shares = plan.mass ? more / d - ranks.beyond : ranks.beyond;
+  save(c, p, kMark, T(1), label.live);
+  save(c, p, kTop, s.m, label.live);
+  save(c, p, kMore, more, label.live);
+  save(c, p, kSecond, plan.adr ? second : ranks.own, label.live);
+  save(c, p, kShares, plan.adr ? shares : number_of(ranks.before, T(0)), label.live);
+  save(c, p, kFirstClass, number_of(ranks.first, T(0)), label.live);
+  save(c, p, kLastClass, number_of(ranks.last, T(0)), label.live);
+  if (!plan.adr) {
+    plan.number(kBeyond, p.row, c.rows) = ranks.beyond;
+    plan.number(kPhi, p.row, c.rows) = log1p(more) - mu;
+  }
+  if (!plan.ce) return;
+  RowLoss<T> row{0, 0};
+  Weights<T> w = weights_of(c, p, label);
+  if (label.live) row = c.soft ? soft_loss_of(c, other) : loss_of(c, id_cross_entropy, other, c.map(x_label, label.y), T(1), w);
+  plan.number(kLoss, p.row, c.rows) = row.loss, plan.number(kExtra, p.row, c.rows) = row.extra;
+  save(c, p, kOtherTop, other.m, label.live);
+  save(c, p, kOtherSum, other.d, label.live);
+  if (c.soft) save(c, p, kMass, other.seen, label.live);
+}
+
+// What a row gives to a formula, in double. Sums leave out the 1 of the largest entry.
+struct RowSums {
+  double m, more, second;
+  PYL_DEVICE double d() const { return 1 + more; }
+  PYL_DEVICE double uncertainty(bool variance) const {
+    return variance ? (more * (2 + more) - second) / (d() * d()) : log1p(more) - second;
+  }
+  // What the uncertainty's derivative is relative to: mu, or the sum of p^2.
+  PYL_DEVICE double mean(bool variance) const { return variance ? (1 + second) / (d() * d()) : second; }
+};
+template <class T>
+PYL_DEVICE RowSums sums_of(const Call<T>& c, const SelectPlan<T>& plan, const Place& p) {
+  RowSums r{c.stat(kTop, p.row), c.stat(kMore, p.row), plan.adr ? c.stat(kSecond, p.row) : T(0)};
+  if (r.more != r.more) r.m = r.more;  // no softmax
+  return r;
+}
+template <class T>
+PYL_DEVICE double phi_of(const SelectPlan<T>& plan, const RowSums& r) {
+  return plan.phi_scale * r.uncertainty(plan.kind == Uncertainty::variance);
+}
+// The formula of a row; tta's filter needs its uncertainty in forward alone.
+template <class T>
+PYL_DEVICE SelectResult<double> result_of(const Call<T>& c, const SelectPlan<T>& plan, const Place& p, const RowSums& r,
+                                          double total, double phi) {
+  double own = 0;
+  if (plan.adr) {
+    phi = plan.batch ? plan.batch_sums[0] / plan.batch_sums[1] : phi_of(plan, r);
+    double saved = c.stat(kShares, p.row);
+    total = plan.mass ? 1 - saved : saved + selected_class(c.loss, plan.k, 1 / r.d(), r.m).share;
+  } else {
+    own = c.stat(kOwn, p.row);
+  }
+  return select_formula(c.loss, plan.k, SelectRow<double>{total, own, r.m, 1 / r.d(), phi});
+}
+
+// Sums of phi for its mean over the rows that count: (loss, mass) of the partial sums.
+template <class T>
+PYL_KERNEL(kLanesThreads)
+select_phi(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
+  Totals<T> totals;
+  over_tiles(Lanes(1), c, [&](const Place& p) {
+    if (!p.exists || !label_of(c, p).live || c.stat(kMark, p.row) == 0) return;
+    totals.v[0] += static_cast<T>(phi_of(plan, sums_of(c, plan, p))), totals.v[1] += 1;
+  });
+  leave_totals(c.partial, totals);
+}
+
+template <class T>
+PYL_KERNEL(kLanesThreads)
+select_losses(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
+  Totals<T> totals;
+  over_tiles(Lanes(1), c, [&](const Place& p) {
+    Label label = label_of(c, p);
+    Weights<T> w = weights_of(c, p, label);
+    T loss = 0, extra = 0;
+    if (label.live) {
+      double total = 0, phi = 0;
+      if (!plan.adr) total = plan.number(kBeyond, p.row, c.rows), phi = plan.number(kPhi, p.row, c.rows);
+      SelectResult<double> result = result_of(c, plan, p, sums_of(c, plan, p), total, phi);
+      loss = static_cast<T>(result.loss);
+      if (plan.ce) {
+        extra = plan.number(kExtra, p.row, c.rows) + loss;
+        loss = plan.number(kLoss, p.row, c.rows);
+      }
+      label.live = result.mass != 0;  // not filtered out
+      c.stat(kMark, p.row) = !label.live ? T(0) : counted(c, w, loss + extra) ? T(1) : T(2);
+    }
+    emit(c, p, label, w, loss, extra, totals);
+  });
+  leave(c, totals);
+}
+
+// What backward multiplies, upstream gradient included; with a phi of the batch also the sum of dL/dphi.
+template <class T>
+PYL_KERNEL(kLanesThreads)
+select_factors(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
+  Totals<T> totals;
+  bool variance = plan.kind == Uncertainty::variance;
+  over_tiles(Lanes(1), c, [&](const Place& p) {
+    Label label = label_of(c, p);
+    T mark = saved(c, p, kMark, label.live);
+    if (mark == 0) return;
+    Weights<T> w = weights_of(c, p, label);
+    double up = mark == 1 ? static_cast<double>(upstream_of(c, p, label, w).up) : 0.0;
+    RowSums r = sums_of(c, plan, p);
+    SelectResult<double> result = result_of(c, plan, p, r, 0, -infinity<double>());
+    double each = up * result.each, pull = up * result.pull, p_top = 1 / r.d(), mean = plan.adr ? r.mean(variance) : 0;
+    double tilt = plan.adr ? plan.phi_scale * (variance ? -2 : -1) : 0;
+    double at_first = p_top * pull + up * result.top;
+    if (plan.first == 0) at_first += each * selected_class(c.loss, plan.k, p_top, r.m).own;
+    T* to = plan.numbers + p.row;
+    to[kEach * c.rows] = static_cast<T>(plan.mass ? each + pull : each), to[kPull * c.rows] = static_cast<T>(pull);
+    to[kTilt * c.rows] = static_cast<T>(plan.batch ? tilt : tilt * up * result.slope),
+               to[kMean * c.rows] = static_cast<T>(mean);
+    to[kAtFirst * c.rows] = static_cast<T>(at_first);
+    to[kTiltAtFirst * c.rows] = static_cast<T>(p_top * ((variance ? p_top : 0) - mean));
+    totals.v[0] += static_cast<T>(up * result.slope);
+  });
+  if (plan.batch) leave_totals(c.partial, totals);
+}
+
+}  // namespace PYL_ISA

@@ -1,0 +1,178 @@
+"""The CUDA kernels as nvcc compiles them: their PTX, what ptxas makes of it, and a loss as the PTX computes it.
+
+The host code runs in the emulator of tests/cuda_on_cpu, whose hook hands every launch, with the bytes of its parameters, to the
+PTX interpreter instead of running the fibers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ptx
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cuda_on_cpu"))
+
+import emulator  # noqa: E402
+from emulator import Launch  # noqa: E402
+
+from pylosses import cuda as backend  # noqa: E402
+from pylosses.autograd import Call  # noqa: E402
+
+NVCC = shutil.which("nvcc")
+
+
+def families() -> list[str]:
+    """The translation units of csrc/cuda."""
+    return sorted(file.stem for file in (ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def ptx_file(family: str, arch: str) -> Path:
+    """The PTX of csrc/cuda/<family>.cu for "sm_80", say; compiled unless it was, from the same sources."""
+    source = ROOT / "csrc" / "cuda" / f"{family}.cu"
+    headers = sorted(p for p in (ROOT / "csrc").glob("*/*") if p.suffix in (".h", ".cuh"))
+    known = hashlib.sha256(b"".join(p.read_bytes() for p in [source, *headers]) + arch.encode()).hexdigest()[:16]
+    folder = ROOT / "build" / "cuda_ptx"
+    made = folder / f"{family}-{arch}-{known}.ptx"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        virtual = arch.replace("sm", "compute")
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part") as part:
+            command = [
+                str(NVCC),
+                "-std=c++17",
+                "-O3",
+                f"-I{ROOT / 'csrc'}",
+                "-ptx",
+                f"-arch={virtual}",
+                str(source),
+                "-o",
+                part.name,
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(done.stderr[-4000:])
+            for old in folder.glob(f"{family}-{arch}-*.ptx"):
+                old.unlink(missing_ok=True)
+            shutil.copy(part.name, made)
+    return made
+
+
+@cache
+def _texts(arch: str, chosen: tuple[str, ...]) -> dict[str, str]:
+    with ThreadPoolExecutor(2) as pool:
+        files = list(pool.map(lambda family: ptx_file(family, arch), chosen))
+    return {name: text for file in files for name, text in ptx.entries(file.read_text()).items()}
+
+
+def texts(arch: str, chosen: tuple[str, ...] = ()) -> dict[str, str]:
+    """Mangled name -> PTX of every kernel, of all or of the chosen families."""
+    return _texts(arch, chosen or tuple(families()))
+
+
+@cache
+def _kernel(text: str) -> ptx.Kernel:
+    return ptx.Kernel(text)
+
+
+class Resources(NamedTuple):
+    registers: int
+    spilled: int  #: bytes
+    shared: int  #: bytes
+    stack: int  #: bytes of local memory, spills included
+
+
+def resources(family: str, arch: str) -> dict[str, Resources]:
+    """Mangled name -> what ptxas says of it."""
+    ptxas = shutil.which("ptxas") or str(Path(str(NVCC)).resolve().parent / "ptxas")
+    file = ptx_file(family, arch)
+    log = subprocess.run(
+        [ptxas, "-v", f"-arch={arch}", str(file), "-o", "/dev/null"], capture_output=True, text=True, check=True
+    )
+    found = {}
+    for part in log.stderr.split("Compiling entry function")[1:]:
+        name = re.match(r"\s*'([\w$]+)'", part)[1]  # type: ignore[index]
+        stack, stores, loads = map(
+            int,
+            re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups(),  # type: ignore[union-attr]
+        )
+        shared = re.search(r"(\d+) bytes smem", part)
+        registers = int(re.search(r"Used (\d+) registers", part)[1])  # type: ignore[index]
+        found[name] = Resources(registers, stores + loads, int(shared[1]) if shared else 0, stack)
+    return found
+
+
+# Execution --------------------------------------------------------------------------------------------------------------------
+
+
+class Memory(TorchDispatchMode):
+    """Every tensor that is given, or that torch makes while this is on: the memory that a kernel may touch, and no other."""
+
+    def __init__(self, *given: Tensor | None) -> None:
+        super().__init__()
+        self.tensors = [t for t in given if t is not None]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.tensors += [t for t in tree_leaves(made) if isinstance(t, Tensor)]
+        return made
+
+    def buffers(self) -> list[tuple[str, int, int]]:
+        """(name, address, bytes) of each piece of memory."""
+        found: dict[int, tuple[str, int, int]] = {}
+        for t in self.tensors:
+            storage = t.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), (place(t), storage.data_ptr(), storage.nbytes()))
+        return list(found.values())
+
+
+def place(t: Tensor) -> str:
+    """The name of a tensor's memory in the traffic."""
+    return f"{t.untyped_storage().data_ptr():x}"
+
+
+class Run(NamedTuple):
+    loss: Tensor
+    gradient: Tensor
+    launches: list[
+        tuple[Launch, dict[str, list[int]]]
+    ]  #: and the traffic of each: name of a tensor -> [bytes read, bytes written]
+
+
+def execute(arch: str, launch: Launch, memory: Memory, edit: Callable[[str], str] = lambda text: text) -> dict[str, list[int]]:
+    """Runs one launch by its PTX; what it read and wrote."""
+    assert launch.block[1:] == (1, 1)
+    kernel = _kernel(edit(texts(arch)[launch.kernel]))
+    sim = ptx.Sim(kernel, launch.grid, launch.block[0], launch.parameters, memory.buffers(), smem=launch.shared)
+    return sim.run().traffic
+
+
+def run(arch: str, call: Call, x: Tensor, up: Tensor | None = None, edit: Callable[[str], str] = lambda text: text) -> Run:
+    """Loss and gradient of a call, by the PTX for `arch`; `edit` may spoil it."""
+    launches: list[tuple[Launch, dict[str, list[int]]]] = []
+    memory = Memory(x, *call.tensors(), call.normalizer if isinstance(call.normalizer, Tensor) else None)
+
+    def each(launch: Launch) -> None:
+        launches.append((launch, execute(arch, launch, memory, edit)))
+
+    with emulator.switched() as made, made.handing(each), memory:
+        loss, saved = backend.forward(call, x, True)
+        up = torch.ones_like(loss) if up is None else up.to(loss.dtype)
+        memory.tensors.append(up)
+        gradient = backend.backward(call, x, saved, up)
+    return Run(loss, gradient, launches)
