@@ -23,7 +23,7 @@ FAMILIES = ("softmax", "margin", "entropy", "select", "region", "contrastive", "
 NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {"*": "the CUDA kernels are not written yet"},
-    "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "linear", "score")}
+    "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "score")}
     | {"metric": "a metric is computed once, in plain PyTorch"},
 }
 
