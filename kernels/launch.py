@@ -92,9 +92,14 @@ def launch(
 ) -> None:
     """Launch `kernel` with those of the known arguments that it has."""
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    if crowded and not triton.knobs.runtime.interpret and _backend(triton.runtime.driver.active) == "cuda":
+    if crowded and compiled_for() == "cuda":
         options["maxnreg"] = most_registers(num_warps)
     kernel[programs](**{name: known[name] for name in kernel.arg_names}, **options)
+
+
+def compiled_for() -> str | None:
+    """Name of the compiler's backend, "cuda", "hip" or "xpu"; None for the interpreter."""
+    return None if triton.knobs.runtime.interpret else _backend(triton.runtime.driver.active)
 
 
 @cache

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .launch import NUMBERS, REDUCTIONS, launch
+from .launch import NUMBERS, REDUCTIONS, compiled_for, launch
 from .linear_tile import label_logits, load_rows, logits_of, ordered_rows, part_of, split, their_labels, times
 from .tile import numbers
-from .tuning import LINEAR_BYTES, LINEAR_PROGRAMS, ROWS_ALONE, linear_tile
+from .tuning import LINEAR_BYTES, LINEAR_PROGRAMS, ROWS_ALONE, LinearTile, linear_gradient_tile, linear_tile
 
 
 @triton.jit
@@ -40,13 +40,13 @@ def d_hidden(
         x = logits_of(p_h, p_w, p_b, h_at, w_at, rows, o_c, C, D, ROWS, BLOCK, STEP, TYPE, PRECISION, ACC)
         g = GRADIENT(p_slopes, rows, count, labels, x, o_c, k, p_weight, p_shift, C, FEATURES, ACC)
         if tl.max(tl.max((g != 0).to(tl.int32), 1), 0) > 0:
-            g = split(g, TYPE)
+            parts = split(g, TYPE)
             for d in range(0, D, STEP):
                 w = load_rows(p_w, w_at, o_c, o_c < C, d, D, STEP, TYPE)
                 o_d = d + tl.arange(0, STEP)
                 p = p_grad + rows.number[:, None] * D + o_d[None, :]
                 m = rows.exists[:, None] & (o_d < D)[None, :]
-                tl.store(p, tl.load(p, m, other=0.0) + times(g, w, PRECISION, ACC), m)
+                tl.store(p, tl.load(p, m, other=0.0) + times(parts, w, PRECISION, ACC), m)
             tl.debug_barrier()  # what a lane wrote another may read
 
 
@@ -70,13 +70,13 @@ def d_weight(
             bias += tl.sum(g, 0)
         if p_grad is not None:
             if tl.max(tl.max((g != 0).to(tl.int32), 1), 0) > 0:
-                g = split(tl.trans(g), TYPE)
+                parts = split(tl.trans(g), TYPE)
                 for d in range(0, D, STEP):
                     h = load_rows(p_h, h_at, rows.number, rows.exists, d, D, STEP, TYPE)
                     o_d = d + tl.arange(0, STEP)
                     o = (tl.program_id(1).to(tl.int64) * C + o_c)[:, None] * D + o_d[None, :]
                     m = (o_c < C)[:, None] & (o_d < D)[None, :]
-                    tl.store(p_grad + o, tl.load(p_grad + o, m, other=0.0) + times(g, h, PRECISION, ACC), m)
+                    tl.store(p_grad + o, tl.load(p_grad + o, m, other=0.0) + times(parts, h, PRECISION, ACC), m)
                 tl.debug_barrier()
     if p_bias is not None:
         tl.store(p_bias + tl.program_id(1) * C + o_c, bias, o_c < C)
@@ -99,7 +99,6 @@ def known_of(formula: Formula, call: Any, layer: Layer, saved: Tensor) -> dict[s
     kind = h.dtype if h.dtype == w.dtype else saved.dtype
     if kind == torch.bfloat16 and triton.knobs.runtime.interpret:  # whose products of bfloat16 are none
         kind = saved.dtype
-    tile = linear_tile(kind.itemsize)
     names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
     exact = torch.get_float32_matmul_precision() == "highest" or double
     return {
@@ -107,10 +106,14 @@ def known_of(formula: Formula, call: Any, layer: Layer, saved: Tensor) -> dict[s
         "p_factor": call.factor, "p_sample": call.sample_weight, "h_at": h.stride(), "w_at": w.stride(), "C": len(w),
         "D": h.shape[1], "count": len(h), "ignore": call.ignore_index, "p_saved": saved,
         **{f"k{i}": number for i, number in enumerate(given)}, "FORMULA": formula.row, "OPTIONS": options, **features,
-        "REDUCTION": REDUCTIONS[call.reduction], "ROWS": tile.rows, "BLOCK": tile.classes, "STEP": tile.features,
-        "TYPE": names[kind], "PRECISION": "ieee" if exact else "tf32", "ACC": tl.float64 if double else tl.float32,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "REDUCTION": REDUCTIONS[call.reduction], "TYPE": names[kind], "PRECISION": "ieee" if exact else "tf32",
+        "ACC": tl.float64 if double else tl.float32, **tiled(linear_tile(kind.itemsize)),
     }  # fmt: skip
+
+
+def tiled(tile: LinearTile) -> dict[str, int]:
+    warps = tile.warps // 2 if compiled_for() == "hip" else tile.warps  # they have 64 lanes there
+    return {"ROWS": tile.rows, "BLOCK": tile.classes, "STEP": tile.features, "num_warps": warps, "num_stages": tile.stages}
 
 
 def parts_of(tiles: int, most: int, step: int, size: int = 0) -> tuple[int, int]:
@@ -168,13 +171,16 @@ def launch_backward(
     over_rows(known, family.slopes, p_up=up.reshape(-1), p_slopes=slopes, p_weight_sum=family.weight_sum(formula, call))
     known |= ordered(slopes.ne(0).any(0))
     known |= {"p_slopes": slopes, "GRADIENT": family.gradient, "FEATURES": family.constants(known)}
-    rows, blocks = triton.cdiv(count, known["ROWS"]), triton.cdiv(classes, known["BLOCK"])
     h = w = b = None
     if wanted[0]:
+        known |= tiled(linear_gradient_tile(known["TYPE"].primitive_bitwidth // 8, True))
+        rows = triton.cdiv(count, known["ROWS"])
         parts, each = parts_of(rows, classes, known["BLOCK"], count * features * saved.element_size())
         h = saved.new_zeros((parts, count, features))
         launch(d_hidden, (rows, parts), p_grad=h, each=each, **known)
     if wanted[1] or wanted[2]:
+        known |= tiled(linear_gradient_tile(known["TYPE"].primitive_bitwidth // 8, False))
+        blocks = triton.cdiv(classes, known["BLOCK"])
         parts, each = parts_of(blocks, count, known["ROWS"], classes * features * saved.element_size())
         w = saved.new_zeros((parts, classes, features)) if wanted[1] else None
         b = saved.new_empty((parts, classes)) if wanted[2] else None

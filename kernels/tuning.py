@@ -92,6 +92,14 @@ def linear_tile(itemsize: int) -> LinearTile:
     return LinearTile(64, 64, 32, 8, 2) if itemsize == 4 else LinearTile(32, 32, 16, 4, 2)
 
 
+def linear_gradient_tile(itemsize: int, of_rows: bool) -> LinearTile:
+    """The same where a program adds the tile's products to its own rows (or classes) in memory: few of them, each with many
+    classes (or rows), read and write the least."""
+    if itemsize == 2:
+        return LinearTile(64, 128, 32, 8, 3) if of_rows else LinearTile(128, 64, 32, 8, 3)
+    return linear_tile(itemsize)
+
+
 def most_registers(warps: int) -> int:
     """What ptxas may use in a crowded block: left alone, it keeps to 128 registers and spills where a few more would do. In
     others it is left alone: it would take more than it needs."""
