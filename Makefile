@@ -19,7 +19,7 @@ gpu-report: setup
 	$(BIN)/python tools/gpu_report.py
 
 test: setup
-	$(BIN)/pytest -n 2 tests
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 check: setup
 	$(BIN)/pylosses check

@@ -29,9 +29,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of minutes first: at the end one of them would leave the other workers idle."""
-    long = ("test_triton", "test_isa", "test_packaging", "test_parallel")
-    items.sort(key=lambda item: item.path.stem not in long)
+    """Files of minutes first, the longest first: at the end one of them would leave the other workers idle."""
+    long = ["triton", "torch_integration", "backends_agree", "packaging", "parallel", "isa", "properties", "under_load", "pool"]
+    items.sort(key=lambda item: long.index(name) if (name := item.path.stem[5:]) in long else len(long))
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ import pylosses
 SHAPES = {"rows": (280, 32768), "odd_rows": (280, 32001), "pixels": (2, 19, 512, 512), "odd_pixels": (2, 19, 511, 513)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("spec", "sample", "backend"), [p for p in grid(LABELLED + UNLABELLED, reference=False, rows=True) if p.values[1] == 0]
 )
-def test_a_gradient_past_the_caches_is_that_of_its_parts(spec, sample, backend, shape):
+def test_a_gradient_past_the_caches_is_that_of_its_parts(spec, sample, backend, shape, dtype):
     n, classes, *rest = SHAPES[shape]
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(n, classes, *rest, generator=g)
+    x = torch.randn(n, classes, *rest, generator=g).to(dtype)
     y = torch.randint(0, classes, (n, *rest), generator=g)
     y[0, ...] = -100
     x[-1, 3] = float("-inf")

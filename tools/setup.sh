@@ -29,9 +29,11 @@ fi
 stamp=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp | cksum)
 if [ "$(cat .venv/.built 2>/dev/null || true)" != "$stamp" ]; then
     say "installing the tools and building pylosses"
+    # Instruction sets that this machine runs; `pip install .` builds all of them.
+    isas=$(grep -q avx512bw /proc/cpuinfo 2>/dev/null && echo 'avx2;avx512' || echo avx2)
     # Not newer than the Triton that the kernels were tested with; torch for CUDA has pinned an older one, which stays.
     .venv/bin/pip install -q --disable-pip-version-check -e '.[bench,lint,test,transformers,triton]' torch==2.13.0 \
-        'triton<=3.9.0; sys_platform == "linux"'
+        -C cmake.define.PYLOSSES_ISAS="$isas" 'triton<=3.9.0; sys_platform == "linux"'
     # The editable install also puts the source tree and the folder above it on sys.path, where everybody would take the folders
     # in them for packages: transformers for one looks for a `kernels`.
     sed -i '/^\//d' .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth

@@ -161,7 +161,7 @@ struct Tile {
     const T* in = tile.data;
     for (int64_t j = 0; j < c.p.classes; ++j, in += stride) {
       int64_t shift = j * l.class_stride;
-      if (grad_at.regular) store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step);
+      if (grad_at.regular) store_as(c.p.dtype, in, rows, c.p.grad, grad_at.base + shift, grad_at.step, c.streams());
       else
         for (int64_t r = 0; r < rows; ++r) store_as(c.p.dtype, in + r, 1, c.p.grad, grad_at.at[r] + shift, 1);
     }

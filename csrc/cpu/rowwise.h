@@ -84,21 +84,39 @@ Map<T> map_of(const Context<T>& c) {
 template <class T>
 struct RowReader {
   const Context<T>& c;
-  int64_t at;
-  bool in_place;
+  int64_t at, ready;  // where the row lies; classes of it that are converted
+  bool in_place, keeps, top_known = false;
+  T top;           // of the last block, where its conversion saw it
+  Scratch<T> row;  // converted, for drivers that walk along it more than once
   alignas(64) T buffer[kBlock];
 
-  explicit RowReader(const Context<T>& c) : c(c), in_place(c.p.x_layout.class_stride == 1 && c.as_it_is()) {}
-  void seek(int64_t row) { at = c.p.x_layout.offset(row); }
+  explicit RowReader(const Context<T>& c, bool again = false)
+      : c(c),
+        in_place(c.p.x_layout.class_stride == 1 && c.as_it_is()),
+        keeps(again && !in_place),
+        row(keeps ? c.p.classes + Lanes<T>::W : 1) {}
+  void seek(int64_t r) { at = c.p.x_layout.offset(r), ready = 0; }
   const T* raw(int64_t j, int64_t n) {
     int64_t stride = c.p.x_layout.class_stride;
     if (in_place) return static_cast<const T*>(c.p.x) + at + j;
-    load_as(c.p.dtype, c.p.x, at + j * stride, stride, n, buffer);
-    return buffer;
+    bool next = keeps && j == ready && n > 1;  // one number is a look at the label
+    if (keeps && j + n <= ready) return row.data + j;
+    T* out = next ? row.data + j : buffer;
+    top_known = false;
+    if constexpr (sizeof(T) == 4) {
+      if (c.p.dtype == Dtype::bf16 && stride == 1 && n % Lanes<T>::W == 0) {
+        top = load_with_top<BF16>(static_cast<const uint16_t*>(c.p.x) + at + j, n, out);
+        top_known = true;
+      }
+    }
+    if (!top_known) load_as(c.p.dtype, c.p.x, at + j * stride, stride, n, out);
+    if (next) ready += n;
+    return out;
   }
   const T* mapped(const Map<T>& map, int64_t j, int64_t n, T* slope = nullptr) {
     const T* x = raw(j, n);
     if (map.identity()) return x;
+    top_known = false;
     if (x != buffer) __builtin_memcpy(buffer, x, n * sizeof(T));
     map.apply(buffer, j, n, slope);
     return buffer;
@@ -118,6 +136,7 @@ PYL_INLINE void over_others(RowReader<T>& x, const Map<T>& map, int64_t y, F f) 
     if (y >= j && y < j + n) {
       if (u != x.buffer) __builtin_memcpy(x.buffer, u, n * sizeof(T));
       x.buffer[y - j] = -infinity<T>();
+      x.top_known = false;
       u = x.buffer;
     }
     f(u, j, n);
@@ -128,16 +147,49 @@ template <class T>
 struct RowGradient {
   const Context<T>& c;
   int64_t at = 0;
-  bool in_place, past;  // past the caches?
+  bool in_place, streams, past;  // is it written past the caches: by `done`, by who writes to a block
   alignas(64) T buffer[kBlock];
 
   explicit RowGradient(const Context<T>& c)
-      : c(c), in_place(c.p.grad_layout.class_stride == 1 && c.as_it_is()), past(in_place && c.streams()) {}
+      : c(c),
+        in_place(c.p.grad_layout.class_stride == 1 && c.as_it_is()),
+        streams(c.p.grad_layout.class_stride == 1 && c.streams()),
+        past(in_place && streams) {}
   void seek(int64_t row) { at = c.p.grad_layout.offset(row); }
   T* block(int64_t j) { return in_place ? static_cast<T*>(c.p.grad) + at + j : buffer; }
   void done(int64_t j, int64_t n) {
     int64_t stride = c.p.grad_layout.class_stride;
-    if (!in_place) store_as(c.p.dtype, buffer, n, c.p.grad, at + j * stride, stride);
+    if (!in_place) store_as(c.p.dtype, buffer, n, c.p.grad, at + j * stride, stride, streams);
+  }
+  // Writes f(vector, index) of n numbers to the classes j.. ; float32 numbers go to bfloat16 without a stop in a buffer.
+  template <class F>
+  PYL_INLINE void map(int64_t j, const T* p, int64_t n, F f) {
+    if constexpr (sizeof(T) == 4) {
+      uint16_t* out = static_cast<uint16_t*>(c.p.grad) + at + j;
+      if (c.p.dtype == Dtype::bf16 && streams && is_aligned(out) && n % (2 * Lanes<T>::W) == 0) {
+        constexpr int W = Lanes<T>::W;
+        for (int64_t i = 0; i < n; i += 2 * W)
+          stream(out + i, both(BF16::halves(f(load(p + i), i)), BF16::halves(f(load(p + i + W), i + W))));
+        return;
+      }
+    }
+    map_lanes(p, n, block(j), f, past);
+    done(j, n);
+  }
+  // Writes `value` to the classes whose bit is set, 0 to the others.
+  void choose(const uint8_t* bits, T value) {
+    typedef typename Lanes<T>::V V;
+    bool halves = c.p.dtype == Dtype::bf16 || c.p.dtype == Dtype::f16;
+    if (sizeof(T) == 4 && halves && c.p.grad_layout.class_stride == 1) {
+      vf x = splat<vf>(static_cast<float>(value));
+      vh half = c.p.dtype == Dtype::bf16 ? BF16::halves(x) : F16::halves(x);
+      return store_chosen(bits, c.p.classes, half[0], static_cast<uint16_t*>(c.p.grad) + at, streams);
+    }
+    over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+      auto chosen = [&](int64_t i) { return where(lanes_of<T>(get_bits<T>(bits + j / 8, i)), splat<V>(value), V{}); };
+      write_lanes(block(j), n, chosen, past);
+      done(j, n);
+    });
   }
   void fill(T value) {
     over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {

@@ -44,14 +44,10 @@ struct EntropyRows {
       const T* e = kept.block(j);
       T factor = c.ahead() ? g.factor * kept.correction(j, g.m) : g.factor;
       bool ahead = c.ahead();
-      map_lanes(
-          x.raw(j, n), n, grad.block(j),
-          [&](V v, int64_t i) {
-            V d = v - g.m, value = ahead ? beside(e, i, n) : exp_below(d);
-            return factor * where(v == -infinity<T>(), V{}, value * (d - g.mu));
-          },
-          grad.past);
-      grad.done(j, n);
+      grad.map(j, x.raw(j, n), n, [&](V v, int64_t i) {
+        V d = v - g.m, value = ahead ? beside(e, i, n) : exp_below(d);
+        return factor * where(v == -infinity<T>(), V{}, value * (d - g.mu));
+      });
     });
   }
 };

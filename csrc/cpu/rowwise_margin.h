@@ -134,7 +134,7 @@ void margin_forward(const Context<T>& c, Partial& total) {
   bool of_label = c.k.own[3] != 0, threshold = c.k.own[4] != 0;
   Map<T> plain{1, 0, nullptr};
   bool keep = c.stats && h.kind == linear;
-  auto make = [&] { return RowReader<T>(c); };
+  auto make = [&] { return RowReader<T>(c, threshold); };
   for_chunks(c.p, rows_per_chunk(c.p), &total, make, [&](RowReader<T>& x, int64_t begin, int64_t end, Partial& partial) {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
@@ -206,13 +206,7 @@ void margin_backward(const Context<T>& c) {
       factor *= c.upstream(row, w);
       if (h.kind == linear) {
         const uint8_t* bits = c.bits() + row * bytes_of_bits(c.p.classes);
-        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          T* out = grad.block(j);
-          write_lanes(
-              out, n, [&](int64_t i) { return where(lanes_of<T>(get_bits<T>(bits + j / 8, i)), splat<V>(factor), V{}); },
-              grad.past);
-          grad.done(j, n);
-        });
+        grad.choose(bits, factor);
         grad.put(y, -factor * c.stat(2, row));
         continue;
       }
@@ -221,15 +215,11 @@ void margin_backward(const Context<T>& c) {
       const T* shift = of_label ? nullptr : c.shift;
       with_power(h.kind, [&](auto power) {
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          map_lanes(
-              x.raw(j, n), n, grad.block(j),
-              [&](V v, int64_t i) {
-                V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
-                V e = h.template value<power.value>(raw);
-                return where(e >= t, factor * h.template slope<power.value>(raw), V{});
-              },
-              grad.past);
-          grad.done(j, n);
+          grad.map(j, x.raw(j, n), n, [&](V v, int64_t i) {
+            V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
+            V e = h.template value<power.value>(raw);
+            return where(e >= t, factor * h.template slope<power.value>(raw), V{});
+          });
         });
       });
       grad.put(y, -factor * c.stat(2, row));

@@ -22,14 +22,6 @@ double block_spread(const T* u, const T* w, int64_t n, T m, T rest) {
   });
   return sum_of((s[0] + s[1]) + (s[2] + s[3]));
 }
-template <class T>
-double block_squares(const T* x, int64_t n) {
-  typedef typename Lanes<T>::V V;
-  V s[4] = {};
-  over_lanes(x, n, T(0), [&](V v, int64_t, int k) { s[k] += where(v == -infinity<T>(), V{}, v * v); });
-  return sum_of((s[0] + s[1]) + (s[2] + s[3]));
-}
-
 // Sums below it are of rows that one class dominates.
 constexpr double kDominated = 1.01;
 
@@ -52,6 +44,10 @@ struct OnlineSum {
   // Adds a block of the row. `e`, if given, takes its exponentials; they are relative to the m that is returned.
   T block(const T* x, int64_t n, T* e) {
     raise(largest(x, n));
+    return below(x, n, e);
+  }
+  // The same with m known to be as large.
+  T below(const T* x, int64_t n, T* e) {
     T base = centre();
     if (kind != Moment::none) e ? add<true>(x, n, base, e) : add<false>(x, n, base, e);
     else e ? add_plain<true>(x, n, base, e) : add_plain<false>(x, n, base, e);
@@ -125,20 +121,37 @@ T norm_of(const Context<T>& c, T scale) {
   return static_cast<T>(1 / (c.p.scalars[0] * scale) - c.p.scalars[1]);
 }
 
+// |x| of a row, and the largest logit beside the label's.
 template <class T>
-double row_norm(RowReader<T>& x, int64_t classes) {
-  double squares = 0;
-  over_blocks(0, classes, [&](int64_t j, int64_t n) { squares += block_squares(x.raw(j, n), n); });
-  if (!(squares > 1e-30 && squares < 1e38)) {  // float32 squares overflow or vanish: again, in double
-    squares = 0;
-    over_blocks(0, classes, [&](int64_t j, int64_t n) {
-      const T* v = x.raw(j, n);
-      for (int64_t i = 0; i < n; ++i)
-        if (v[i] != -infinity<T>()) squares += static_cast<double>(v[i]) * v[i];
+struct RowNorm {
+  double norm;
+  T top = -infinity<T>();
+
+  RowNorm(RowReader<T>& x, int64_t y, T x_label) {
+    typedef typename Lanes<T>::V V;
+    double squares = x_label == -infinity<T>() ? 0 : static_cast<double>(x_label) * x_label;
+    over_others(x, Map<T>{1, 0, nullptr}, y, [&](const T* block, int64_t, int64_t n) {
+      V s[4] = {}, m[4];
+      for (V& v : m) v = splat<V>(-infinity<T>());
+      over_lanes(block, n, -infinity<T>(), [&](V v, int64_t i, int k) {
+        fetch(block + kBlock + i);
+        s[k] += where(v == -infinity<T>(), V{}, v * v);
+        m[k] = larger(v, m[k]);
+      });
+      squares += sum_of((s[0] + s[1]) + (s[2] + s[3]));
+      top = larger(max_of(larger(larger(m[0], m[1]), larger(m[2], m[3]))), top);
     });
+    if (!(squares > 1e-30 && squares < 1e38)) {  // float32 squares overflow or vanish: again, in double
+      squares = 0;
+      over_blocks(0, x.c.p.classes, [&](int64_t j, int64_t n) {
+        const T* v = x.raw(j, n);
+        for (int64_t i = 0; i < n; ++i)
+          if (v[i] != -infinity<T>()) squares += static_cast<double>(v[i]) * v[i];
+      });
+    }
+    norm = __builtin_sqrt(squares);
   }
-  return __builtin_sqrt(squares);
-}
+};
 
 // The formula's view of one row, from the statistics that backward has too.
 template <class T>
@@ -220,7 +233,7 @@ struct SoftmaxRows {
   alignas(64) T du[kBlock];
 
   explicit SoftmaxRows(const Context<T>& c)
-      : c(c), x(c), target(c), grad(c), map(map_of(c)), kept(c), norm(c.p.loss == id_logit_norm) {}
+      : c(c), x(c, c.p.loss == id_logit_norm), target(c), grad(c), map(map_of(c)), kept(c), norm(c.p.loss == id_logit_norm) {}
 
   // u at the label, and du/dx there
   double at_label(int64_t y, T scale, T& slope) {
@@ -236,31 +249,35 @@ struct SoftmaxRows {
       grad.fill(0);
       return;
     }
-    bool capped = map.cap > 0, labels = !c.p.soft, past = grad.past && !capped && g.drag == 0;
+    bool capped = map.cap > 0, labels = !c.p.soft;
     if (!capped) g.slope *= map.scale * g.scale, g.pull *= map.scale;
     over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-      T* out = grad.block(j);
       const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
-      const T* u = c.ahead() && !capped ? nullptr : x.mapped(map, j, n, capped ? du : nullptr);
-      if (c.ahead())
-        push(kept.block(j), n, g.slope * kept.correction(j, g.m), g.pull, weights, out, past, [](V e) { return e; });
-      else push(u, n, g.slope, g.pull, weights, out, past, [&](V v) { return exp_below(v * g.scale - g.m); });
-      if (capped) map_lanes(out, n, out, [&](V v, int64_t i) { return v * beside(du, i, n); });
-      if (g.drag != 0)
-        map_lanes(x.raw(j, n), n, out,
-                  [&](V v, int64_t i) { return beside(out, i, n) - where(v == -infinity<T>(), V{}, g.drag * v); });
-      grad.done(j, n);
+      const T *u = c.ahead() && !capped && !norm ? nullptr : x.mapped(map, j, n, capped ? du : nullptr), *e = kept.block(j);
+      T slope = c.ahead() ? g.slope * kept.correction(j, g.m) : g.slope;
+      auto fresh = [&](V v) { return exp_below(v * g.scale - g.m); };
+      auto same = [](V v) { return v; };
+      auto dragged = [&](V push, V v) { return push - where(v == -infinity<T>(), V{}, g.drag * v); };  // masked: no part in it
+      auto weigh = [&](V push, int64_t i) { return push - (weights ? g.pull * beside(weights, i, n) : splat<V>(g.pull)); };
+      if (capped) {
+        auto turned = [&](V v, int64_t i) { return weigh(slope * v, i) * beside(du, i, n); };
+        if (c.ahead()) grad.map(j, e, n, turned);
+        else grad.map(j, u, n, [&](V v, int64_t i) { return turned(fresh(v), i); });
+      } else if (norm) {
+        if (c.ahead()) grad.map(j, e, n, [&](V v, int64_t i) { return dragged(slope * v, beside(u, i, n)); });
+        else grad.map(j, u, n, [&](V v, int64_t) { return dragged(slope * fresh(v), v); });
+      } else {
+        if (c.ahead()) push(j, e, n, slope, g.pull, same, weigh);
+        else push(j, u, n, slope, g.pull, fresh, weigh);
+      }
     });
     if (labels) grad.put(y, g.label);
   }
-  // out = slope e - pull w, the inner loop of every softmax gradient
-  template <class F>
-  PYL_INLINE void push(const T* p, int64_t n, T slope, T pull, const T* w, T* out, bool past, F e) {
-    if (pull == 0) {
-      map_lanes(p, n, out, [&](V v, int64_t) { return slope * e(v); }, past);
-      return;
-    }
-    map_lanes(p, n, out, [&](V v, int64_t i) { return slope * e(v) - (w ? pull * beside(w, i, n) : splat<V>(pull)); }, past);
+  // The inner loop of most softmax gradients
+  template <class E, class F>
+  PYL_INLINE void push(int64_t j, const T* p, int64_t n, T slope, T pull, E e, F weigh) {
+    if (pull == 0) grad.map(j, p, n, [&](V v, int64_t) { return slope * e(v); });
+    else grad.map(j, p, n, [&](V v, int64_t i) { return weigh(slope * e(v), i); });
   }
 };
 
@@ -306,11 +323,18 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         if (c.ahead()) rows.grad.seek(row), rows.grad.fill(0);
         continue;
       }
-      T scale = norm ? norm_scale<T>(c, row_norm(x, c.p.classes)) : 1, du_label;
+      T scale = 1, du_label, top = 0;
+      if (norm) {
+        RowNorm<T> found(x, y, *x.raw(y, 1));
+        scale = norm_scale<T>(c, found.norm), top = scale * found.top;
+      }
       double u_label = rows.at_label(y, scale, du_label);
       OnlineSum<T> online(norm ? Moment::of_x : Moment::none, scale);
+      if (norm) online.raise(top);
       over_others(x, rows.map, y, [&](const T* u, int64_t j, int64_t n) {
-        rows.kept.set_base(j, online.block(u, n, c.ahead() ? rows.kept.block(j) : nullptr));
+        T* e = c.ahead() ? rows.kept.block(j) : nullptr;
+        if (x.top_known) online.raise(x.top);
+        rows.kept.set_base(j, norm || x.top_known ? online.below(u, n, e) : online.block(u, n, e));
       });
       RowWeights<T> w = c.weights(row, y);
       SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), online.sum, u_label, w.w);

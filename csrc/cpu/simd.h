@@ -336,33 +336,32 @@ PYL_INLINE typename Lanes<T>::V load(const T* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
-template <class T>
-PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
+template <class V>
+PYL_INLINE void store_bytes(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
-// The same past the caches, for memory that is larger than they are; p is aligned to a vector. A thread that has done so
-// calls `fence` before others read.
 template <class T>
-PYL_INLINE void stream(T* p, typename Lanes<T>::V v) {
+PYL_INLINE void store(T* p, typename Lanes<T>::V v) {
+  store_bytes(p, v);
+}
+// The same past the caches, for memory that is larger than they are; p is aligned to the vector. A thread that has done so
+// calls `fence` before others read.
+template <class V>
+PYL_INLINE void stream(void* p, V v) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) _mm512_stream_ps(p, (__m512)v);
-  else _mm512_stream_pd(p, (__m512d)v);
-#elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4) _mm256_stream_ps(p, (__m256)v);
-  else _mm256_stream_pd(p, (__m256d)v);
-#else
-  store(p, v);
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)v);
 #endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v);
+#endif
+  store_bytes(p, v);
 }
 PYL_INLINE void fence() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
-template <class T>
-PYL_INLINE bool is_aligned(const T* p) {
-  return reinterpret_cast<uintptr_t>(p) % sizeof(typename Lanes<T>::V) == 0;
-}
+PYL_INLINE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kBytes == 0; }
 // Brings a line of memory that will be read soon.
 PYL_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // The first n < W lanes. AVX2 and AVX-512 have loads and stores under a mask; elsewhere lanes go one by one.
@@ -414,25 +413,35 @@ PYL_INLINE vu widen(const uint16_t* p) {
   __builtin_memcpy(&h, p, sizeof h);
   return __builtin_convertvector(h, vu);
 }
-PYL_INLINE void narrow(uint16_t* p, vu v) {
-  vh h = __builtin_convertvector(v, vh);
-  __builtin_memcpy(p, &h, sizeof h);
+// Two vectors of halves as one.
+typedef uint16_t vhh __attribute__((vector_size(kBytes)));
+PYL_INLINE vhh both(vh low, vh high) {
+#if defined(__AVX512F__)
+  return (vhh)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
+#elif defined(__AVX2__)
+  return (vhh)_mm256_set_m128i((__m128i)high, (__m128i)low);
+#else
+  vhh v;
+  __builtin_memcpy(&v, &low, sizeof low);
+  __builtin_memcpy(reinterpret_cast<char*>(&v) + sizeof low, &high, sizeof high);
+  return v;
+#endif
 }
 struct BF16 {
   static PYL_INLINE vf load(const uint16_t* p) { return (vf)(widen(p) << 16); }
-  static PYL_INLINE void store(uint16_t* p, vf x) {
+  static PYL_INLINE vh halves(vf x) {
     vu b = (vu)x;
     vu rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-    narrow(p, where(x == x, rounded, (vu){} + 0x7fc0));
+    return __builtin_convertvector(where(x == x, rounded, (vu){} + 0x7fc0), vh);
   }
 };
 struct F16 {
 #if defined(__AVX512F__)
   static PYL_INLINE vf load(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-  static PYL_INLINE void store(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0)); }
+  static PYL_INLINE vh halves(vf x) { return (vh)_mm512_cvtps_ph((__m512)x, 0); }
 #elif defined(__F16C__)
   static PYL_INLINE vf load(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-  static PYL_INLINE void store(uint16_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
+  static PYL_INLINE vh halves(vf x) { return (vh)_mm256_cvtps_ph((__m256)x, 0); }
 #else
   static PYL_INLINE vf load(const uint16_t* p) {
     vu h = widen(p);
@@ -441,7 +450,7 @@ struct F16 {
     vu bits = where(magnitude >= 0x0f800000, magnitude | 0x7f800000, (vu)x);
     return (vf)(bits | ((h & 0x8000) << 16));
   }
-  static PYL_INLINE void store(uint16_t* p, vf x) {
+  static PYL_INLINE vh halves(vf x) {
     vu sign = ((vu)x >> 16) & 0x8000;
     vf a = absolute(x);
     vu normal = (vu)a - (112u << 23);
@@ -450,7 +459,7 @@ struct F16 {
     vu h = where(a < 0x1p-14f, small, normal);
     h = where(a >= 65520.0f, (vu){} + 0x7c00, h);
     h = where(x == x, h, (vu){} + 0x7e00);
-    narrow(p, h | sign);
+    return __builtin_convertvector(h | sign, vh);
   }
 #endif
 };
@@ -470,19 +479,52 @@ inline void load_halves(const uint16_t* p, int64_t stride, int64_t n, float* out
     i += m;
   }
 }
+// The same for n whole vectors side by side, and the largest of them.
 template <class H>
-inline void store_halves(const float* in, int64_t n, uint16_t* p, int64_t stride) {
+inline float load_with_top(const uint16_t* p, int64_t n, float* out) {
+  constexpr int W = Lanes<float>::W;
+  vf top = splat<vf>(-infinity<float>());
+  for (int64_t i = 0; i < n; i += W) {
+    vf v = H::load(p + i);
+    store(out + i, v);
+    top = larger(v, top);
+  }
+  return max_of(top);
+}
+// Past the caches if `past`, see `stream`.
+template <class H>
+inline void store_halves(const float* in, int64_t n, uint16_t* p, int64_t stride, bool past) {
   constexpr int W = Lanes<float>::W;
   int64_t i = 0;
-  if (stride == 1)
-    for (; i + W <= n; i += W) H::store(p + i, load(in + i));
+  if (stride == 1) {
+    if (past && is_aligned(p))
+      for (; i + 2 * W <= n; i += 2 * W) {
+        stream(p + i, both(H::halves(load(in + i)), H::halves(load(in + i + W))));
+      }
+    for (; i + W <= n; i += W) store_bytes(p + i, H::halves(load(in + i)));
+  }
   while (i < n) {
-    uint16_t some[W] = {};
     int64_t m = n - i < W ? n - i : W;
-    H::store(some, load_some(in + i, m, 0.0f));
+    vh some = H::halves(load_some(in + i, m, 0.0f));
     for (int64_t k = 0; k < m; ++k) p[(i + k) * stride] = some[k];
     i += m;
   }
+}
+// Writes x to those of n places whose bit is set, 0 to the others.
+inline void store_chosen(const uint8_t* bits, int64_t n, uint16_t x, uint16_t* p, bool past) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Halves lane, yes = x - Halves{};
+  for (int i = 0; i < 16; ++i) lane[i] = static_cast<uint16_t>(1 << i);
+  int64_t i = 0;
+  auto chosen = [&](int64_t at) {
+    uint16_t word;
+    __builtin_memcpy(&word, bits + at / 8, 2);
+    return ((word - Halves{}) & lane) != 0 ? yes : Halves{};
+  };
+  if (past && reinterpret_cast<uintptr_t>(p) % 32 == 0)
+    for (; i + 16 <= n; i += 16) stream(p + i, chosen(i));
+  for (; i + 16 <= n; i += 16) store_bytes(p + i, chosen(i));
+  for (; i < n; ++i) p[i] = bits[i / 8] >> (i % 8) & 1 ? x : 0;
 }
 template <class T, class D>
 inline void copy_numbers(const T* p, int64_t stride, int64_t n, D* out, int64_t out_stride) {
@@ -513,19 +555,19 @@ inline void load_as(Dtype dtype, const void* base, int64_t at, int64_t stride, i
     copy_numbers(some, 1, m, out + i, 1);
   }
 }
-inline void store_as(Dtype dtype, const float* in, int64_t n, void* base, int64_t at, int64_t stride) {
+inline void store_as(Dtype dtype, const float* in, int64_t n, void* base, int64_t at, int64_t stride, bool past = false) {
   switch (dtype) {
     case Dtype::f32:
       return copy_numbers(in, 1, n, static_cast<float*>(base) + at, stride);
     case Dtype::f64:
       return copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);
     case Dtype::bf16:
-      return store_halves<BF16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+      return store_halves<BF16>(in, n, static_cast<uint16_t*>(base) + at, stride, past);
     case Dtype::f16:
-      return store_halves<F16>(in, n, static_cast<uint16_t*>(base) + at, stride);
+      return store_halves<F16>(in, n, static_cast<uint16_t*>(base) + at, stride, past);
   }
 }
-inline void store_as(Dtype, const double* in, int64_t n, void* base, int64_t at, int64_t stride) {
+inline void store_as(Dtype, const double* in, int64_t n, void* base, int64_t at, int64_t stride, bool = false) {
   copy_numbers(in, 1, n, static_cast<double*>(base) + at, stride);  // float64 logits only
 }
 

@@ -412,12 +412,13 @@ struct Buffers {
   // As new_saved in pylosses/cpu.py, without its round to cache lines.
   size_t saved_bytes(const Case& c, size_t number) const {
     size_t rows = static_cast<size_t>(p.rows), classes = static_cast<size_t>(p.classes);
-    size_t bytes = (2 + rows * static_cast<size_t>(c.kernel.saved)) * number;
-    if (c.kernel.is("hem")) bytes += rows * classes / 8 + 2 * rows + 2 * classes;
+    size_t numbers = static_cast<size_t>(c.kernel.saved) + (c.kernel.is("cross_entropy") && p.soft ? 1 : 0);
+    size_t bytes = (2 + rows * numbers) * number;
+    if (c.kernel.is("hem")) bytes += std::max((classes + 15) / 16 * 2 * rows, (rows + 15) / 16 * 2 * classes + rows / 2);
     if (c.kernel.region()) {
-      size_t images = static_cast<size_t>(c.shape[0]),
-             areas = c.own[c.own.size() - 2] != 0 ? std::min(images, rows / 64 + 1) : 1;
-      bytes += 8 + 16 * areas * classes;
+      size_t images = static_cast<size_t>(c.shape[0]);
+      bool by_image = c.own[c.own.size() - 2] != 0 && rows >= 64 * images;
+      bytes += 8 + 16 * (by_image ? images : 1) * classes;
       if (c.kernel.is("dice_ce") && (p.scalars[1] != 1 || p.scalars[2] != 0 || p.shift)) bytes += 2 * rows * number;
     }
     return (bytes + 7) / 8 * 8;  // so that it may lie at the end of a page
