@@ -22,13 +22,13 @@ from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
 from .maths import exp, log, log1p
 from .select import NOWHERE, at_rank, behind, best_add, last_of, no_best, ranked
-from .soft import load_targets, soft_loss, soft_sums_add
-from .softmax_row import Sums, features, label_logit, mapped, row_of, sums_add, total_weight, weight_sum, with_spread
+from .soft import load_targets, soft_gradient, soft_loss, soft_slopes, soft_sums_add
+from .softmax_row import Sums, backward_result, features, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
     labels_of,
     load_block,
-    load_classes,
     load_label,
+    numbers,
     row_pointers,
     rows_of,
     save,
@@ -51,7 +51,7 @@ def statistics(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of the rows; with cross-entropy also its row losses p_ce (2, rows): the loss and its extra term."""
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, CE == HARD)
     live = labels.live
@@ -96,11 +96,10 @@ def statistics(
         weights = weights_of(p_weight if CE == HARD else None, None, p_sample, rows, labels, ACC)
         if CE == HARD:
             x_label = load_label(p_x, labels.y, x_at, live, ACC)
-            u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
-            r = row_of(sums.m, sums.d, u_label, 1.0, weights.w, C, total_weight(p_weight_sum, C, ACC), 1.0)
-            if SMOOTH:
-                r = with_spread(r, sums, u_label, weights.mass)
-            result = FORMULA(k, r, CE_OPTIONS)
+            result = forward_result(
+                sums, x_label, labels, weights, 1.0, k, p_shift, p_weight_sum, C,
+                FORMULA, CE_OPTIONS, SCALED, CAPPED, SMOOTH, ACC,
+            )  # fmt: skip
             loss = result.loss
             extra = zero + result.extra
         else:
@@ -123,7 +122,7 @@ def backward(
     VARIANCE: tl.constexpr, L1: tl.constexpr, BATCH: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, CE == HARD)
     mark = saved(p_saved, rows, count, 0, labels.live)
@@ -145,25 +144,21 @@ def backward(
     m = load_label(p_x, i_first.to(tl.int64), x_at, live & (i_first < NOWHERE), ACC)
     last = load_label(p_x, i_last.to(tl.int64), x_at, live & (i_last < NOWHERE), ACC)
     d = 1.0 + rest
-    if CE == HARD:
-        x_label = load_label(p_x, labels.y, x_at, live, ACC)
+    if CE != ALONE:
         ce_m = saved(p_saved, rows, count, 7, live)
         ce_d = saved(p_saved, rows, count, 8, live)
         up, main = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, True)
         up = tl.where(left_in, up, 0.0)
-        u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
-        r = row_of(ce_m, ce_d, u_label, 1.0, weights.w, C, total_weight(p_weight_sum, C, ACC), main)
-        result = FORMULA(k, r, CE_OPTIONS)
-        ce_slope = tl.where(ce_d == 0, result.slope * 0.0, result.slope / tl.where(ce_d == 0, 1.0, ce_d))
-        ce_base = tl.where(ce_m == -float("inf"), 0.0, ce_m)
-    if CE == SOFT:
-        p_soft = row_pointers(p_soft, soft_at, outer, rows)
-        ce_base = saved(p_saved, rows, count, 7, live)
-        ce_d = saved(p_saved, rows, count, 8, live)
-        up, main = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, True)
-        up = tl.where(left_in, up, 0.0)
-        mass = main * saved(p_saved, rows, count, 9, live)
-        ce_slope = (mass + 2.0 * k[3] * (ce_base + log(ce_d))) / tl.where(live, ce_d, 1.0)
+        if CE == HARD:
+            x_label = load_label(p_x, labels.y, x_at, live, ACC)
+            result = backward_result(
+                ce_m, ce_d, x_label, labels, weights, main, 1.0, k, p_shift, p_weight_sum, C,
+                FORMULA, CE_OPTIONS, SCALED, CAPPED, ACC,
+            )  # fmt: skip
+            s = slopes_of(result, ce_m, ce_d, up)
+        else:
+            p_soft = row_pointers(p_soft, soft_at, outer, rows)
+            s = soft_slopes(ce_m, tl.where(live, ce_d, 1.0), saved(p_saved, rows, count, 9, live), up, main, k, True)
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
@@ -186,15 +181,13 @@ def backward(
         g = p * (by_phi[:, None] * direction + by_t[:, None] * pull)
         g = tl.where(x == -float("inf"), 0.0, g) + (rest - rest)[:, None]
         if CE != ALONE:
-            u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-            ce = ce_slope[:, None] * exp(u - ce_base[:, None])
             if CE == HARD:
-                if SMOOTH:
-                    ce -= result.pull * load_classes(p_weight, o_c, C, 1.0, ACC)
-                ce = tl.where(o_c[None, :] == labels.y[:, None], result.label[:, None], ce)
+                one = tl.full((ROWS,), 1.0, ACC)
+                ce = gradient_of(s, x, o_c, labels, one, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
             else:
-                ce -= main * load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
-            g += tl.where((up == 0)[:, None], 0.0, up[:, None] * ce * du)
+                q = load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
+                ce = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+            g += tl.where((up == 0)[:, None], 0.0, ce)
         store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

@@ -87,12 +87,19 @@ def partial_sums(call: Any, x: Tensor, programs: int) -> Tensor | None:
     return None if call.reduction == "none" else x.new_empty((4, programs), dtype=torch.float64)
 
 
-def launch(kernel: Any, programs: tuple[int], num_warps: int, crowded: bool = False, **known: Any) -> None:
+def launch(
+    kernel: Any, programs: tuple[int, ...], num_warps: int, crowded: bool = False, num_stages: int = 3, **known: Any
+) -> None:
     """Launch `kernel` with those of the known arguments that it has."""
-    options = {"num_warps": num_warps}
-    if crowded and not triton.knobs.runtime.interpret and _backend(triton.runtime.driver.active) == "cuda":
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if crowded and compiled_for() == "cuda":
         options["maxnreg"] = most_registers(num_warps)
     kernel[programs](**{name: known[name] for name in kernel.arg_names}, **options)
+
+
+def compiled_for() -> str | None:
+    """Name of the compiler's backend, "cuda", "hip" or "xpu"; None for the interpreter."""
+    return None if triton.knobs.runtime.interpret else _backend(triton.runtime.driver.active)
 
 
 @cache

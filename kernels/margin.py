@@ -26,6 +26,7 @@ from .tile import (
     load_block,
     load_classes,
     load_label,
+    numbers,
     row_pointers,
     rows_of,
     save,
@@ -76,8 +77,12 @@ def errors_of(raw, k, POWER: tl.constexpr):
 
 @triton.jit
 def raw_errors(p_x, x_at, o_c, read, labels, x_label, p_shift, mu, C, OF_LABEL: tl.constexpr, ACC: tl.constexpr):
+    return raw_of(load_block(p_x, o_c, x_at, read, C, ACC), o_c, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
+
+
+@triton.jit
+def raw_of(x, o_c, labels, x_label, p_shift, mu, C, OF_LABEL: tl.constexpr, ACC: tl.constexpr):
     """[ROWS, BLOCK]; -inf at the label, at masked classes and past the last class."""
-    x = load_block(p_x, o_c, x_at, read, C, ACC)
     margin = mu[:, None]
     if p_shift is not None and not OF_LABEL:
         margin = load_classes(p_shift, o_c, C, 0.0, ACC)
@@ -123,7 +128,7 @@ def forward(
     FORMULA: tl.constexpr, OPTIONS: tl.constexpr, POWER: tl.constexpr, OF_LABEL: tl.constexpr, THRESHOLD: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, True)
     live = labels.live
@@ -182,7 +187,7 @@ def backward(
     POWER: tl.constexpr, OF_LABEL: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, True)
     weights = weights_of(p_weight, p_factor, p_sample, rows, labels, ACC)

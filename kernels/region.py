@@ -18,33 +18,22 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, reduced, shared
-from .maths import exp, log
-from .region_sums import (
-    LARGEST,
-    OVERLAP,
-    PREDICTED,
-    TARGET,
-    class_losses,
-    class_sums,
-    image_rows,
-    online,
-    part,
-    probabilities,
-    slopes_of,
-)
-from .softmax_row import Sums, label_logit, mapped, row_of, sums_add, total_weight, weight_sum, with_spread
+from .maths import exp
+from .region_sums import Parts, class_losses, class_slopes, class_sums, image_rows, online, parts_add, parts_of, store_parts
+from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
     MEAN,
     NONE,
     labels_of,
     load_block,
-    load_classes,
     load_label,
+    numbers,
     row_pointers,
     rows_of,
     save,
     saved,
     store_block,
+    store_sum,
     upstream,
     weights_of,
 )
@@ -60,7 +49,7 @@ def forward(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Sums over TILES tiles: p_sums (programs, 4, C); cross-entropy's and the bad labels: p_partial (5, programs)."""
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     pid = tl.program_id(0)
     i_image = (pid // chunks).to(tl.int64)
     first = (pid % chunks) * TILES
@@ -69,10 +58,8 @@ def forward(
     o_c = tl.arange(0, BLOCK)
     p_mine = p_sums + pid.to(tl.int64) * 4 * C
     if WHOLE:
-        overlap = tl.zeros((ROWS, BLOCK), ACC)
-        target = overlap
-        predicted = overlap
-        largest = overlap - float("inf")
+        none = tl.zeros((ROWS, BLOCK), ACC)
+        parts = Parts(none, none, none, none - float("inf"))
     for i_tile in range(first, tl.minimum(first + TILES, tiles)):
         rows = image_rows(i_image, i_tile, per_image, S, ROWS)
         labels = labels_of(p_y, rows, ignore, C, True)
@@ -81,47 +68,32 @@ def forward(
         s = weights.s
         p_row = row_pointers(p_x, x_at, outer, rows)
         sums = Sums(zero - float("inf"), zero, zero, zero, zero)
+        m, d = zero - float("inf"), zero
         if WHOLE:
             x = load_block(p_row, o_c, x_at, live, C, ACC)
-            p, m, d = probabilities(x)
-            is_label = live[:, None] & (o_c[None, :] == labels.y[:, None])
-            logp = (x - m[:, None]) - log(d)[:, None]
-            overlap += part(p, logp, is_label, s, live, OVERLAP)
-            target += part(p, logp, is_label, s, live, TARGET)
-            predicted += part(p, logp, is_label, s, live, PREDICTED)
-            largest = tl.maximum(largest, part(p, logp, is_label, s, live, LARGEST))
+        for start in range(0, BLOCK if WHOLE else C, BLOCK):
+            o = start + o_c
+            if not WHOLE:
+                x = load_block(p_row, o, x_at, live, C, ACC)
+            m, d = online(m, d, x)
             if CE_OPTIONS is not None:
-                sums = sums_add(sums, x, o_c, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
+                sums = sums_add(sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
+        d = tl.where(m == -float("inf"), float("nan"), d)
+        if WHOLE:
+            parts = parts_add(parts, parts_of(x, m, d, o_c, labels, s))
         else:
-            m = zero - float("inf")
-            d = zero
             for start in range(0, C, BLOCK):
                 x = load_block(p_row, start + o_c, x_at, live, C, ACC)
-                m, d = online(m, d, x)
-                if CE_OPTIONS is not None:
-                    o = start + o_c
-                    sums = sums_add(sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
-            d = tl.where(m == -float("inf"), float("nan"), d)
-            for start in range(0, C, BLOCK):
-                o = start + o_c
-                x = load_block(p_row, o, x_at, live, C, ACC)
-                is_label = live[:, None] & (o[None, :] == labels.y[:, None])
-                p = exp(x - m[:, None]) / d[:, None]
-                logp = (x - m[:, None]) - log(d)[:, None]
-                tl.store(p_mine + o, tl.sum(part(p, logp, is_label, s, live, OVERLAP), 0), o < C)
-                tl.store(p_mine + C + o, tl.sum(part(p, logp, is_label, s, live, TARGET), 0), o < C)
-                tl.store(p_mine + 2 * C + o, tl.sum(part(p, logp, is_label, s, live, PREDICTED), 0), o < C)
-                tl.store(p_mine + 3 * C + o, tl.max(part(p, logp, is_label, s, live, LARGEST), 0), o < C)
+                store_parts(p_mine, start + o_c, C, parts_of(x, m, d, start + o_c, labels, s))
         save(p_saved, rows, count, 0, m, live)
         save(p_saved, rows, count, 1, d, live)
         bad += tl.where(labels.bad, 1.0, 0.0)
         if CE_OPTIONS is not None:
             x_label = load_label(p_row, labels.y, x_at, live, ACC)
-            u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
-            r = row_of(sums.m, sums.d, u_label, 1.0, weights.w, C, total_weight(p_weight_sum, C, ACC), 1.0)
-            if SMOOTH:
-                r = with_spread(r, sums, u_label, weights.mass)
-            result = FORMULA(k, r, CE_OPTIONS)
+            result = forward_result(
+                sums, x_label, labels, weights, 1.0, k, p_shift, p_weight_sum, C,
+                FORMULA, CE_OPTIONS, SCALED, CAPPED, SMOOTH, ACC,
+            )  # fmt: skip
             ce_loss += tl.where(live, s * result.loss, 0.0)
             ce_mass += tl.where(live, s * weights.mass, 0.0)
             ce_extra += tl.where(live, s * result.extra, 0.0)
@@ -129,16 +101,12 @@ def forward(
             save(p_saved, rows, count, 2, sums.m, live)
             save(p_saved, rows, count, 3, sums.d, live)
     if WHOLE:
-        tl.store(p_mine + o_c, tl.sum(overlap, 0), o_c < C)
-        tl.store(p_mine + C + o_c, tl.sum(target, 0), o_c < C)
-        tl.store(p_mine + 2 * C + o_c, tl.sum(predicted, 0), o_c < C)
-        tl.store(p_mine + 3 * C + o_c, tl.max(largest, 0), o_c < C)
-    n = tl.num_programs(0)
-    tl.store(p_partial + pid, tl.sum(ce_loss, 0).to(tl.float64))
-    tl.store(p_partial + n + pid, tl.sum(ce_mass, 0).to(tl.float64))
-    tl.store(p_partial + 2 * n + pid, tl.sum(ce_extra, 0).to(tl.float64))
-    tl.store(p_partial + 3 * n + pid, tl.sum(ce_rows, 0).to(tl.float64))
-    tl.store(p_partial + 4 * n + pid, tl.sum(bad, 0).to(tl.float64))
+        store_parts(p_mine, o_c, C, parts)
+    store_sum(p_partial, 0, ce_loss)
+    store_sum(p_partial, 1, ce_mass)
+    store_sum(p_partial, 2, ce_extra)
+    store_sum(p_partial, 3, ce_rows)
+    store_sum(p_partial, 4, bad)
 
 
 @triton.jit
@@ -150,7 +118,7 @@ def backward(
     EXTRA: tl.constexpr, REDUCTION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, True)
     live = labels.live
@@ -172,12 +140,11 @@ def backward(
         ce_d = saved(p_saved, rows, count, 3, live)
         up, main = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, EXTRA)
         up = up * tl.full((), ce_weight, ACC)
-        u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
-        r = row_of(ce_m, ce_d, u_label, 1.0, weights.w, C, total_weight(p_weight_sum, C, ACC), main)
-        result = FORMULA(k, r, CE_OPTIONS)
-        ce_slope = up * tl.where(ce_d == 0, result.slope * 0.0, result.slope / tl.where(ce_d == 0, 1.0, ce_d))
-        ce_base = tl.where(ce_m == -float("inf"), 0.0, ce_m)
-        ce_label = up * result.label
+        result = backward_result(
+            ce_m, ce_d, x_label, labels, weights, main, 1.0, k, p_shift, p_weight_sum, C,
+            FORMULA, CE_OPTIONS, SCALED, CAPPED, ACC,
+        )  # fmt: skip
+        s = slopes_of(result, ce_m, ce_d, up)
     o_c = tl.arange(0, BLOCK)
     # q - sum p q cancels where one class has all but all of p: all q are taken relative to that class's.
     zero = tl.zeros((ROWS,), ACC)
@@ -188,7 +155,7 @@ def backward(
         o = start + o_c
         if not WHOLE:
             x = load_block(p_x, o, x_at, live, C, ACC)
-        q = slopes_of(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], scale, C, REDUCTION)
+        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], scale, C, REDUCTION)
         leads = live[:, None] & (x == m[:, None])
         p = tl.where(leads | (live == 0)[:, None], 0.0, exp(x - m[:, None]) / d[:, None])
         inner += tl.sum(p * q, 1)
@@ -201,15 +168,10 @@ def backward(
         o = start + o_c
         if not WHOLE:
             x = load_block(p_x, o, x_at, live, C, ACC)
-        is_label = o[None, :] == labels.y[:, None]
-        q = slopes_of(p_slopes, p_up, image, o, is_label, scale, C, REDUCTION)
+        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], scale, C, REDUCTION)
         g = weights.s[:, None] * (exp(x - m[:, None]) / d[:, None]) * ((q - leading[:, None]) - inner[:, None])
         if CE_OPTIONS is not None:
-            u, du = mapped(x, load_classes(p_shift, o, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-            ce = ce_slope[:, None] * exp(u - ce_base[:, None])
-            if SMOOTH:
-                ce -= (up * result.pull)[:, None] * load_classes(p_weight, o, C, 1.0, ACC)
-            g += tl.where(is_label, ce_label[:, None], ce) * du
+            g += gradient_of(s, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
         store_block(p_grad, o, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .maths import exp
+from .maths import exp, log
 from .tile import MEAN, NONE, Rows
 
-OVERLAP, TARGET, PREDICTED, LARGEST = (tl.constexpr(i) for i in range(4))  # the sums of a class, and its largest log p
+
+class Parts(NamedTuple):
+    """What positions add to each class, [ROWS, BLOCK]."""
+
+    overlap: Any
+    target: Any
+    predicted: Any
+    largest: Any  # log p, of which the largest counts
 
 
 class ClassResult(NamedTuple):
@@ -22,16 +29,6 @@ class ClassResult(NamedTuple):
 
 
 @triton.jit
-def probabilities(x):
-    """Softmax of a block that holds all classes: p, m and d."""
-    m = tl.max(x, 1)
-    e = exp(x - tl.where(m == -float("inf"), 0.0, m)[:, None])
-    d = tl.sum(e, 1)
-    d = tl.where(m == -float("inf"), float("nan"), d)
-    return e / d[:, None], m, d
-
-
-@triton.jit
 def online(m, d, x):
     """m and d with one block more."""
     top = tl.maximum(m, tl.max(x, 1))
@@ -40,16 +37,26 @@ def online(m, d, x):
 
 
 @triton.jit
-def part(p, logp, is_label, s, live, QUANTITY: tl.constexpr):
-    """What a position adds to a sum of each class, [ROWS, BLOCK]."""
-    if QUANTITY == OVERLAP:
-        return tl.where(is_label, p * s[:, None], 0.0)
-    elif QUANTITY == TARGET:
-        return tl.where(is_label, s[:, None], 0.0)
-    elif QUANTITY == PREDICTED:
-        return tl.where(live[:, None], p * s[:, None], 0.0)
-    else:
-        return tl.where(live[:, None], logp, -float("inf"))
+def parts_of(x, m, d, o_c, labels, s):
+    is_label = labels.live[:, None] & (o_c[None, :] == labels.y[:, None])
+    z = x - m[:, None]
+    predicted = tl.where(labels.live[:, None], exp(z) / d[:, None] * s[:, None], 0.0)
+    largest = tl.where(labels.live[:, None], z - log(d)[:, None], -float("inf"))
+    return Parts(tl.where(is_label, predicted, 0.0), tl.where(is_label, s[:, None], 0.0), predicted, largest)
+
+
+@triton.jit
+def parts_add(a, b):
+    return Parts(a.overlap + b.overlap, a.target + b.target, a.predicted + b.predicted, tl.maximum(a.largest, b.largest))
+
+
+@triton.jit
+def store_parts(p, o_c, C, parts):
+    """Over the positions, (4, C) at p."""
+    tl.store(p + o_c, tl.sum(parts.overlap, 0), o_c < C)
+    tl.store(p + C + o_c, tl.sum(parts.target, 0), o_c < C)
+    tl.store(p + 2 * C + o_c, tl.sum(parts.predicted, 0), o_c < C)
+    tl.store(p + 3 * C + o_c, tl.max(parts.largest, 0), o_c < C)
 
 
 @triton.jit
@@ -140,7 +147,7 @@ def class_losses(
 
 
 @triton.jit
-def slopes_of(p_slopes, p_up, image, o_c, is_label, scale, C, REDUCTION: tl.constexpr):
+def class_slopes(p_slopes, p_up, image, o_c, is_label, scale, C, REDUCTION: tl.constexpr):
     """q [ROWS, BLOCK]."""
     at = image[:, None] * C + o_c[None, :]
     inside = (image >= 0)[:, None] & (o_c < C)[None, :]

@@ -14,7 +14,7 @@ from torch import Tensor
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
 from .maths import exp, log
-from .softmax_row import Sums, mapped
+from .softmax_row import Slopes, Sums, mapped
 from .tile import (
     class_pointers,
     counted,
@@ -23,6 +23,7 @@ from .tile import (
     labels_of,
     load_block,
     load_classes,
+    numbers,
     row_pointers,
     rows_of,
     save,
@@ -63,6 +64,21 @@ def soft_loss(s):
 
 
 @triton.jit
+def soft_slopes(m, d, mass, up, main, k, EXTRA: tl.constexpr):
+    """The gradient of a row; there is no label."""
+    slope = main * mass
+    if EXTRA:
+        slope += 2.0 * k[3] * (m + log(d))
+    return Slopes(m, slope * up / d, up * main, up)
+
+
+@triton.jit
+def soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ACC: tl.constexpr):
+    u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
+    return (s.others[:, None] * exp(u - s.base[:, None]) - s.pull[:, None] * q) * du
+
+
+@triton.jit
 def forward(
     p_x, p_soft, p_weight, p_shift, p_sample, p_loss, p_saved, p_partial,
     outer, S, C, count, x_at, soft_at,
@@ -70,7 +86,7 @@ def forward(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, EXTRA: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(None, rows, 0, C, False)
     weights = weights_of(None, None, p_sample, rows, labels, ACC)
@@ -101,7 +117,7 @@ def backward(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, EXTRA: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(None, rows, 0, C, False)
     weights = weights_of(None, None, p_sample, rows, labels, ACC)
@@ -110,19 +126,15 @@ def backward(
     p_grad = row_pointers(p_grad, grad_at, outer, rows)
     m = saved(p_saved, rows, count, 0, rows.exists)
     d = saved(p_saved, rows, count, 1, rows.exists)
-    slope = saved(p_saved, rows, count, 2, rows.exists)
+    mass = saved(p_saved, rows, count, 2, rows.exists)
     up, main = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, EXTRA)
     live = counted(labels, weights, d * 0.0 + 1.0, REDUCTION)  # a loss of 0 has no gradient of its own
-    slope = main * slope
-    if EXTRA:
-        slope += 2.0 * k[3] * (m + log(d))
-    slope = slope * up / d
+    s = soft_slopes(m, d, mass, up, main, k, EXTRA)
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
         q = load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
-        u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-        g = (slope[:, None] * exp(u - m[:, None]) - (up * main)[:, None] * q) * du
+        g = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
         store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

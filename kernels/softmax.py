@@ -14,28 +14,23 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import backward_pass, forward_pass
-from .maths import exp
+from .norm import late_of, others, squares_add, with_norm
 from .softmax_row import (
     Sums,
-    label_logit,
-    mapped,
-    norm_with_label,
-    others,
-    row_of,
-    squares_add,
+    backward_result,
+    forward_result,
+    gradient_of,
+    slopes_of,
     sums_add,
-    total_weight,
-    unmasked,
     weight_sum,
-    with_spread,
 )
 from .tile import (
     counted,
     emit,
     labels_of,
     load_block,
-    load_classes,
     load_label,
+    numbers,
     row_pointers,
     rows_of,
     save,
@@ -55,7 +50,7 @@ def forward(
     NORM: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, True)
     live = labels.live
@@ -77,9 +72,7 @@ def forward(
                 x = load_block(p_x, start + o_c, x_at, live, C, ACC)
                 squares, unit = squares_add(squares, unit, others(x, start + o_c, labels.y))
         rest = unit * tl.sqrt(squares)
-        late = 1.0 / (k[0] * (norm_with_label(rest, unmasked(x_label)) + k[1]))
-    u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
-
+        late = late_of(rest, x_label, k)
     sums = Sums(zero - float("inf"), zero, zero, zero, zero)
     if WHOLE:
         sums = sums_add(sums, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
@@ -87,10 +80,10 @@ def forward(
         for start in range(0, C, BLOCK):
             x = load_block(p_x, start + o_c, x_at, live, C, ACC)
             sums = sums_add(sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
-    r = row_of(sums.m, sums.d, u_label, late, weights.w, C, total_weight(p_weight_sum, C, ACC), 1.0)
-    if SMOOTH:
-        r = with_spread(r, sums, u_label, weights.mass)
-    result = FORMULA(k, r, OPTIONS)
+    result = forward_result(
+        sums, x_label, labels, weights, late, k, p_shift, p_weight_sum, C,
+        FORMULA, OPTIONS, SCALED, CAPPED, SMOOTH, ACC,
+    )  # fmt: skip
     emit(p_loss, p_partial, p_saved, rows, labels, weights, result.loss, result.extra, REDUCTION)
     d = sums.d
     save(p_saved, rows, count, 0, sums.m, live)
@@ -109,7 +102,7 @@ def backward(
     NORM: tl.constexpr, EXTRA: tl.constexpr,
     REDUCTION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC))
+    k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, True)
     live = labels.live
@@ -123,36 +116,22 @@ def backward(
     late = zero + 1.0
     if NORM:
         rest = saved(p_saved, rows, count, 2, live)
-        length = norm_with_label(rest, unmasked(x_label))
-        late = 1.0 / (k[0] * (length + k[1]))
-    u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
+        late = late_of(rest, x_label, k)
     up, main = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, EXTRA)
-    r = row_of(m, d, u_label, late, weights.w, C, total_weight(p_weight_sum, C, ACC), main)
-    result = FORMULA(k, r, OPTIONS)
+    result = backward_result(
+        m, d, x_label, labels, weights, main, late, k, p_shift, p_weight_sum, C,
+        FORMULA, OPTIONS, SCALED, CAPPED, ACC,
+    )  # fmt: skip
     live = counted(labels, weights, result.loss + result.extra, REDUCTION)
-    slope = up * result.slope
-    label = up * result.label
-    drag = zero
-    if NORM:  # the norm's own part of the gradient, along x; at the label the two parts all but cancel
-        moment = saved(p_saved, rows, count, 3, live)
-        x_label = unmasked(x_label)
-        wide = length + k[1]
-        per_length = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
-        along = (rest * per_length) * (rest / wide) + k[1] / wide + (moment * per_length) * (x_label / wide)
-        label *= tl.where(length == 0, 1.0, along)
-        drag = slope * ((moment - x_label) * per_length) * (late / wide)
-    slope = tl.where(d == 0, slope * 0.0, slope / tl.where(d == 0, 1.0, d))  # no other class: nothing to push
-    base = tl.where(m == -float("inf"), 0.0, m)
+    s = slopes_of(result, m, d, up)
+    if NORM:
+        s, drag = with_norm(s, up * result.slope, x_label, rest, saved(p_saved, rows, count, 3, live), late, k)
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
-        u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-        g = slope[:, None] * exp((u - base[:, None]) * late[:, None])
-        if SMOOTH:
-            g -= (up * result.pull)[:, None] * load_classes(p_weight, o_c, C, 1.0, ACC)
-        g = tl.where(o_c[None, :] == labels.y[:, None], label[:, None], g) * du * late[:, None]
+        g = gradient_of(s, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
         if NORM:
-            g -= tl.where(o_c[None, :] == labels.y[:, None], 0.0, drag[:, None] * unmasked(x))
+            g -= drag[:, None] * others(x, o_c, labels.y)
         store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

@@ -61,37 +61,6 @@ def mapped(x, shift, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     return u + shift, du
 
 
-@triton.jit
-def unmasked(x):
-    """A masked class takes no part in the norm."""
-    return tl.where(x == -float("inf"), 0.0, x)
-
-
-@triton.jit
-def others(x, o_c, y):
-    """The logits that the norm takes beside the label's."""
-    return tl.where(o_c[None, :] == y[:, None], 0.0, unmasked(x))
-
-
-@triton.jit
-def squares_add(squares, unit, x):
-    """Sum of squares of a row in units of its largest |x_j| so far, which neither overflows nor vanishes."""
-    largest = tl.maximum(unit, tl.max(tl.abs(x), 1))
-    inverse = tl.where(largest > 0, 1.0 / tl.where(largest > 0, largest, 1.0), 0.0)
-    part = x * inverse[:, None]
-    step = unit * inverse
-    return squares * step * step + tl.sum(part * part, 1), largest
-
-
-@triton.jit
-def norm_with_label(rest, x_label):
-    unit = tl.maximum(rest, tl.abs(x_label))
-    inverse = tl.where(unit > 0, 1.0 / tl.where(unit > 0, unit, 1.0), 0.0)
-    a = rest * inverse
-    b = x_label * inverse
-    return unit * tl.sqrt(a * a + b * b)
-
-
 class Sums(NamedTuple):
     """Running sums over the other classes, all [ROWS]."""
 
@@ -129,6 +98,19 @@ def sums_add(
 
 
 @triton.jit
+def sums_merged(a, b, late):
+    """The sums over the classes of both."""
+    m = tl.maximum(a.m, b.m)
+    base = tl.where(m == -float("inf"), 0.0, m)
+    a_shrink = exp((a.m - base) * late)
+    b_shrink = exp((b.m - base) * late)
+    a_step = tl.where(a.seen > 0, base - tl.where(a.m == -float("inf"), 0.0, a.m), 0.0)
+    b_step = tl.where(b.seen > 0, base - tl.where(b.m == -float("inf"), 0.0, b.m), 0.0)
+    spread = (a.spread + a_step * a.seen) + (b.spread + b_step * b.seen)
+    return Sums(m, a.d * a_shrink + b.d * b_shrink, a.moment * a_shrink + b.moment * b_shrink, spread, a.seen + b.seen)
+
+
+@triton.jit
 def row_of(m, d, u_label, late, w, C, weight_sum, main):
     """The formula's view of a row, from the statistics that backward has too."""
     log_d = log(d)
@@ -163,6 +145,59 @@ def label_logit(x_label, p_shift, labels, k, SCALED: tl.constexpr, CAPPED: tl.co
         shift = tl.load(p_shift + labels.y, labels.live, other=0.0)
     u, _ = mapped(x_label, shift, k[1], k[2], SCALED, CAPPED)
     return u
+
+
+@triton.jit
+def forward_result(
+    sums, x_label, labels, weights, late, k, p_shift, p_weight_sum, C,
+    FORMULA: tl.constexpr, OPTIONS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """What the formula makes of a row."""
+    u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
+    r = row_of(sums.m, sums.d, u_label, late, weights.w, C, total_weight(p_weight_sum, C, ACC), 1.0)
+    if SMOOTH:
+        r = with_spread(r, sums, u_label, weights.mass)
+    return FORMULA(k, r, OPTIONS)
+
+
+@triton.jit
+def backward_result(
+    m, d, x_label, labels, weights, main, late, k, p_shift, p_weight_sum, C,
+    FORMULA: tl.constexpr, OPTIONS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The same from what was saved."""
+    u_label = label_logit(x_label, p_shift, labels, k, SCALED, CAPPED)
+    return FORMULA(k, row_of(m, d, u_label, late, weights.w, C, total_weight(p_weight_sum, C, ACC), main), OPTIONS)
+
+
+class Slopes(NamedTuple):
+    """The gradient of a row, all [ROWS]."""
+
+    base: Any  # m
+    others: Any  # factor of exp(u - base)
+    pull: Any  # factor of the class weights, which is subtracted
+    label: Any  # dL/du at the label
+
+
+@triton.jit
+def slopes_of(result, m, d, up):
+    others = up * result.slope
+    others = tl.where(d == 0, others * 0.0, others / tl.where(d == 0, 1.0, d))  # no other class: nothing to push
+    return Slopes(tl.where(m == -float("inf"), 0.0, m), others, up * result.pull, up * result.label)
+
+
+@triton.jit
+def gradient_of(
+    s, x, o_c, labels, late, k, p_weight, p_shift, C,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK] dL/dx, but for the part of the norm."""
+    u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
+    g = s.others[:, None] * exp((u - s.base[:, None]) * late[:, None])
+    if SMOOTH:
+        g -= s.pull[:, None] * load_classes(p_weight, o_c, C, 1.0, ACC)
+    return tl.where(o_c[None, :] == labels.y[:, None], s.label[:, None], g) * du * late[:, None]
 
 
 @triton.jit

@@ -17,6 +17,12 @@ MEAN = tl.constexpr(2)
 ABOVE_ZERO = tl.constexpr(3)
 
 
+@triton.jit
+def numbers(k0, k1, k2, k3, ACC: tl.constexpr):
+    """A formula's numbers, which the host has in float64."""
+    return tl.full((), k0, ACC), tl.full((), k1, ACC), tl.full((), k2, ACC), tl.full((), k3, ACC)
+
+
 class Rows(NamedTuple):
     """The rows of a program, all [ROWS] but the first."""
 
@@ -143,13 +149,16 @@ def emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTI
         if REDUCTION == ABOVE_ZERO:
             counted = counted & ((weights.s * (loss + extra) <= 0) == 0)  # keeps NaN, so that it shows
         s = tl.where(counted, weights.s, 0.0)
-        i_tile = tl.program_id(0)
-        n = tl.num_programs(0)
-        total = tl.where(labels.bad, nan, tl.where(counted, s * loss, 0.0))
-        tl.store(p_partial + i_tile, tl.sum(total, 0).to(tl.float64))
-        tl.store(p_partial + n + i_tile, tl.sum(tl.where(counted, s * weights.mass, 0.0), 0).to(tl.float64))
-        tl.store(p_partial + 2 * n + i_tile, tl.sum(tl.where(counted, s * extra, 0.0), 0).to(tl.float64))
-        tl.store(p_partial + 3 * n + i_tile, tl.sum(s, 0).to(tl.float64))
+        store_sum(p_partial, 0, tl.where(labels.bad, nan, tl.where(counted, s * loss, 0.0)))
+        store_sum(p_partial, 1, tl.where(counted, s * weights.mass, 0.0))
+        store_sum(p_partial, 2, tl.where(counted, s * extra, 0.0))
+        store_sum(p_partial, 3, s)
+
+
+@triton.jit
+def store_sum(p_partial, j, values):
+    """The sum of [ROWS] numbers to this program's place j."""
+    tl.store(p_partial + j * tl.num_programs(0) + tl.program_id(0), tl.sum(values, 0).to(tl.float64))
 
 
 @triton.jit

@@ -32,6 +32,10 @@ REGION_TILES = 16
 REGION_CLASSES = 32
 REGION_PARTS = 32
 
+#: Linear layers: programs that fill a GPU, and bytes for the sums of gradients over parts of the rows or classes.
+LINEAR_PROGRAMS = 256
+LINEAR_BYTES = 64 * 2**20
+
 #: Rows of a program that sees no logits.
 ROWS_ALONE = 256
 
@@ -70,6 +74,30 @@ def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
         rows = min(REGION_PIXELS, REGION_NUMBERS // whole)
         return Tile(rows, whole, _warps(rows * whole, REGION_PER_LANE), True)
     return Tile(32, 128, 8, True) if across_classes else Tile(REGION_PIXELS, PIXEL_CLASSES, 8, True)
+
+
+class LinearTile(NamedTuple):
+    rows: int
+    classes: int
+    features: int  #: that a product takes at a time
+    warps: int
+    stages: int  #: of loads under way
+
+
+def linear_tile(itemsize: int) -> LinearTile:
+    """The tile of a linear layer's logits, by the type that the products take: tensor cores have halves; float32 and float64
+    take their operands from registers."""
+    if itemsize == 2:
+        return LinearTile(128, 128, 64, 8, 3)
+    return LinearTile(64, 64, 32, 8, 2) if itemsize == 4 else LinearTile(32, 32, 16, 4, 2)
+
+
+def linear_gradient_tile(itemsize: int, of_rows: bool) -> LinearTile:
+    """The same where a program adds the tile's products to its own rows (or classes) in memory: few of them, each with many
+    classes (or rows), read and write the least."""
+    if itemsize == 2:
+        return LinearTile(64, 128, 32, 8, 3) if of_rows else LinearTile(128, 64, 32, 8, 3)
+    return linear_tile(itemsize)
 
 
 def most_registers(warps: int) -> int:

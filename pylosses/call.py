@@ -82,7 +82,7 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
         return problem.x.loss(spec, problem, own, backend)
     chosen = backends.choose(spec, problem, backend, _obstacle(spec, problem, own))
     unmade = problem.x if isinstance(problem.x, Product) else None
-    if unmade is not None and chosen != "cpu":
+    if unmade is not None and not unmade.stays_unmade(chosen, problem.soft is not None):
         problem, unmade = problem._replace(x=unmade.made()), None
     if chosen == "reference":
         return run_reference(spec, problem, own)

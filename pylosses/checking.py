@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cuda, functional
+from . import cuda, functional, triton
 from .backends import backends
 from .check import ACCUMULATE
 from .spec import BACKENDS, LOSSES, LossSpec
@@ -52,6 +52,10 @@ SHAPES = (
     ((7, 3), torch.int32, -100),
     ((3, 1), torch.int64, -100),
 )
+#: Triton's interpreter takes a thousand times as long as a kernel: it gets fewer classes, still more than a block of the region
+#: family, and shapes in turns, two cases for each dtype and sample arguments.
+INTERPRETED_SHAPES = (SHAPES[0], ((7, 300), torch.int16, -1), *SHAPES[2:])
+INTERPRETED = "two cases for each dtype and sample arguments, the shapes in turns, where compiled kernels get all"
 FEW_CLASSES = 10  #: below it sample arguments such as top=5 may not fit, and the case is left out
 
 #: Kinds of rows; the reduced cases keep to those whose loss is finite.
@@ -66,6 +70,10 @@ class Check(NamedTuple):
     backend: str
     device: str
     skipped: str | None  #: why there is nothing to check
+
+    @property
+    def interpreted(self) -> bool:
+        return self.backend == "triton" and triton.interpreted()
 
 
 class Outcome(NamedTuple):
@@ -131,7 +139,7 @@ def perform(check: Check) -> Outcome:
     for dtype in DTYPES:
         if check.backend == "reference" and dtype not in REFERENCE_BOUND:
             continue  # float64 is the truth
-        for case in cases(check.spec, dtype, check.device):
+        for case in cases(check.spec, dtype, check.device, check.interpreted):
             try:
                 verdict = _compare(check, case, dtype)
             except Exception as error:  # whatever a loss raises is a failed check, not the end of all checks
@@ -233,18 +241,23 @@ def function_of(spec: LossSpec) -> Callable[..., Any]:
     return found or getattr(sys.modules[spec.reference.__module__], spec.function)
 
 
-def cases(spec: LossSpec, dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """All cases of a loss; floating point inputs hold numbers that `dtype` represents."""
+def cases(spec: LossSpec, dtype: torch.dtype, device: str, interpreted: bool = False) -> Iterator[Case]:
+    """All cases of a loss, or those for an interpreter; floating point inputs hold numbers that `dtype` represents."""
+    shapes = INTERPRETED_SHAPES if interpreted else SHAPES
+    reductions: dict[str, tuple[str, ...]] = {spec.default_reduction: FINITE_KINDS}
+    if spec.family != "region":  # a loss of the whole batch has no rows
+        reductions["none"] = KINDS
     for index in range(len(spec.samples)):
         if spec.inputs == "own":
             yield _own_case(spec, index, device)
             continue
-        for shape, label_dtype, ignore in SHAPES:
-            reductions: dict[str, tuple[str, ...]] = {spec.default_reduction: FINITE_KINDS}
-            if spec.family != "region":  # a loss of the whole batch has no rows
-                reductions["none"] = KINDS
+        turn = len(DTYPES) * index + DTYPES.index(dtype)
+        # the reduced case among the shapes with many classes, which all arguments fit; the other among all
+        taken = {(turn % 3, next(iter(reductions))), ((turn + 1) % len(shapes), next(reversed(reductions)))}
+        for i, (shape, label_dtype, ignore) in enumerate(shapes):
             for reduction, kinds in reductions.items():
-                yield _row_case(spec, index, shape, label_dtype, ignore, reduction, kinds, dtype, device)
+                if not interpreted or (i, reduction) in taken:
+                    yield _row_case(spec, index, shape, label_dtype, ignore, reduction, kinds, dtype, device)
 
 
 def _row_case(

@@ -157,6 +157,8 @@ def _check(arguments: argparse.Namespace) -> int:
             numbers, where = [""] * 3, f"{outcome.problem} ({outcome.where})"
         table.add_row(check.spec.name, backend, str(outcome.cases), *numbers, verdict, where)
     console.print(table)
+    if any(check.interpreted for check in plan):
+        console.print(f"backend triton is interpreted on the CPU: {checking.INTERPRETED}", style="dim", highlight=False)
     for status in backends():
         if not status.available:
             console.print(f"backend {status.name} was not checked: {status.reason}", style="dim", highlight=False)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, linear_triton
 from .autograd import _PLAIN, Call, twice
 from .check import bad_label
 from .parallel_group import ShardedHead
@@ -52,6 +52,10 @@ class Product(Tensor):
     def made(self) -> Tensor:
         return _made(self.h, self.w, self.b, self.given)
 
+    def stays_unmade(self, backend: str, soft: bool) -> bool:
+        """Whether `backend` has the loss of logits that are not there; `soft`: with class probabilities as targets."""
+        return backend == "cpu" or (backend == "triton" and self.given is None and not soft)
+
 
 def product(
     h: Tensor, w: Tensor, b: Tensor | None, workspace: int = WORKSPACE, given: tuple[Tensor, Tensor] | None = None
@@ -62,9 +66,9 @@ def product(
         return w.logits(h)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _made(h, w, b, given)
-    if not all(type(t) in _PLAIN and t.layout is torch.strided and t.device.type == "cpu" for t in (h, w, b) if t is not None):
+    if not all(type(t) in _PLAIN and t.layout is torch.strided for t in (h, w, b) if t is not None):
         return _made(h, w, b, given)
-    x = torch.empty((), dtype=_dtype(h, w)).expand(*h.shape[:-1], len(w))
+    x = torch.empty((), dtype=_dtype(h, w), device=h.device).expand(*h.shape[:-1], len(w))
     x = (x.movedim(-1, 1) if x.dim() > 2 else x).as_subclass(Product)
     x.h, x.w, x.b, x.workspace, x.given = h, w, b, workspace, given
     return x
@@ -86,6 +90,8 @@ def _made(h: Tensor, w: Tensor, b: Tensor | None, given: tuple[Tensor, Tensor] |
 
 def fused_product(call: Call, x: Product) -> Tensor:
     """The reduced loss of `call` on the logits that x stands for, differentiable once."""
+    if call.backend == "triton":
+        return linear_triton.fused(call, x.h, x.w, x.b)
     factors = Factors(x.h, x.w, x.b, *(x.given or (None, None)))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in factors):
         return FusedProduct.apply(*factors, call, x.workspace)

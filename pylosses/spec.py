@@ -24,7 +24,7 @@ NO_KERNELS: dict[str, dict[str, str]] = {
     "cpu": {"metric": "a metric is computed once, in plain PyTorch"},
     "cuda": {family: f"the {family} family has no CUDA kernels yet" for family in ("contrastive", "linear", "score")}
     | {"metric": "a metric is computed once, in plain PyTorch"},
-    "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "linear", "score")}
+    "triton": {family: f"the {family} family has no Triton kernels yet" for family in ("contrastive", "score")}
     | {"metric": "a metric is computed once, in plain PyTorch"},
 }
 

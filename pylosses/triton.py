@@ -117,6 +117,39 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
     return result if written is result else result.copy_(written)
 
 
+def product_forward(call: Call, h: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Loss of the logits h w^T + b, which are never in memory, and what backward needs."""
+    formula, linear, layer, dtype = _layer(call, h, w, b)
+    rows = len(layer.h)
+    loss = h.new_empty(h.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
+    saved = h.new_empty(2 + rows * (formula.saved + 1), dtype=dtype)
+    if rows == 0:
+        return loss.zero_(), saved.zero_()
+    with _on(h.device):
+        linear.launch_forward(formula, call, layer, loss, saved)
+    return loss, saved
+
+
+def product_backward(
+    call: Call, h: Tensor, w: Tensor, b: Tensor | None, saved: Tensor, grad: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """The wanted gradients of h, w and b, each in the dtype of its tensor."""
+    formula, linear, layer, dtype = _layer(call, h, w, b)
+    if len(layer.h) == 0:
+        return tuple(torch.zeros_like(t) if t is not None and want else None for t, want in zip((h, w, b), wanted, strict=True))
+    with _on(h.device):
+        found = linear.launch_backward(formula, call, layer, saved, grad.to(dtype).contiguous(), wanted)
+    tensors = zip(found, (h, w, b), strict=True)
+    return tuple(None if g is None or t is None else g.to(t.dtype).view(t.shape) for g, t in tensors)
+
+
+def _layer(call: Call, h: Tensor, w: Tensor, b: Tensor | None) -> tuple[Any, Any, Any, torch.dtype]:
+    """(formula, kernels.linear, the layer with its features as rows, dtype of the statistics)."""
+    linear = import_module("pylosses.kernels.linear")
+    rows = linear.Layer(h.reshape(h.shape[:-1].numel(), h.shape[-1]), w, b)
+    return _kernel(call.kernel)[0], linear, rows, torch.float64 if torch.float64 in (h.dtype, w.dtype) else torch.float32
+
+
 def _walked(call: Call, *tensors: Tensor) -> bool:
     """Whether the kernels can walk the rows of these tensors, and of the class probabilities, as they lie."""
     soft = () if call.soft is None else (call.soft,)

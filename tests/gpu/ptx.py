@@ -3,7 +3,7 @@
 Lanes of many blocks execute vectorised, reconverging at the smallest program counter. Checked on the way: global accesses out
 of bounds, misaligned, or meeting another block's writes; shared memory out of bounds, read before written, or raced over by two
 warps without a barrier; warp collectives with missing lanes; barriers that not all threads reach. An unknown instruction or
-modifier raises. Not modelled: the error of approximate instructions, the memory model, tensor cores.
+modifier raises. Not modelled: the error of approximate instructions, the memory model, tensor cores but mma.sync (tensor.py).
 """
 
 import ctypes
@@ -223,6 +223,7 @@ class Sim:
         self.blk = np.repeat(np.arange(len(bids)), nt)
         self.bid = np.repeat(bids, nt)
         self.R = {}
+        self.copies = tensor.Copies(self)
         self.sh = np.zeros((len(bids), max(self.shsz, 1)), np.uint8)
         self.init = np.zeros_like(self.sh, bool)
         self.own = np.full((T, self.k.local_size), 0xA5, np.uint8)  # local memory: junk until it is written
@@ -469,6 +470,10 @@ class Sim:
     # ---- one instruction for active lanes a
     def step(self, op, ops, a):
         o, ty = op[0], op[-1]
+        if op[:2] == ["cp", "async"]:
+            return self.copies.step(op, ops, a)
+        if o == "mma":
+            return tensor.mma(self, op, ops, a)
         for x in op[1:]:
             if x not in BITS and x.split("::")[0] not in KNOWN:
                 raise NotImplementedError(f"modifier .{x}")
@@ -608,6 +613,11 @@ class Sim:
             P(np.where(self.get(ops[3], "pred", a), G(1), G(2)))
         elif o == "cvt":
             d, s = [x for x in op if x in BITS][:2]
+            if d in ("bf16x2", "f16x2"):  # the first operand is the upper half
+                high, low = (self.get(x, s, a) for x in ops[1:3])
+                halves = [bf_dn(v) if d == "bf16x2" else v.astype(np.float16).view(np.uint16) for v in (high, low)]
+                self.put(ops[0], halves[0].astype(np.uint32) << np.uint32(16) | halves[1], "b32", a)
+                return
             v = self.get(ops[1], s, a)
             if d == "bf16" or NP[d](0).dtype.kind == "f":
                 r = v.astype(np.float32 if d == "bf16" else NP[d])
@@ -805,3 +815,6 @@ class Sim:
     def check(self, a, m):
         if self.late(a, m).any():
             raise PtxError("warp collective: lanes of its mask are missing")
+
+
+import tensor  # noqa: E402  it raises PtxError
