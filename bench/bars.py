@@ -92,6 +92,7 @@ def workloads(full: bool) -> Iterator[Workload]:
     tokens = SHAPES["llama"] if full else short
     imagenet, cifar, street, linear = (SHAPES[name] for name in ("imagenet", "cifar", "cityscapes", "linear"))
     rows, pixels = Shape("rows", (2048, 8192), "rows"), SHAPES["cityscapes-quick"]
+    huge = Shape("linear-huge", (8192, 128256, 512), "linear")
     own = ("logit_norm", "focal", "adr", "knl", "tta")
     table: tuple[Any, ...] = (
         ("hem", tokens, f32, faster(40, "eager"), faster(25, "torch.compile"), within(2.2, "copy"), near_pool(1.3, "copy"),
@@ -123,6 +124,7 @@ def workloads(full: bool) -> Iterator[Workload]:
         # bounded: with twice the rows or classes, the same bytes are half the share
         ("linear_cross_entropy", Shape("linear-rows", (4096, 32000, 64), "linear"), f32, memory(1 / 8, LOGITS)),
         ("linear_cross_entropy", Shape("linear-classes", (2048, 64000, 64), "linear"), f32, memory(1 / 8, LOGITS)),
+        ("linear_cross_entropy", huge, f32, memory(128 * 2**20 / (4 * huge.logits), LOGITS)),  # 128 MiB, where they are 4 GB
         ("linear_hem", linear, f32, faster(1.5, "eager")),
         ("linear_hem", replace(linear, name="linear-easy"), f32, faster(3, "eager")),
         ("import pylosses, after torch", Shape("", (), ""), "", within(60, MS, "import")),
