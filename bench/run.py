@@ -32,11 +32,11 @@ ALLOCATORS = {"default": {}, "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"}}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 QUICK_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice", "linear_cross_entropy")
-#: torch.compile takes many seconds a graph: a quick run compiles only these.
+#: torch.compile takes many seconds a graph: a quick run compiles these alone.
 QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick"), ("dice", "cityscapes-quick")}
 
 #: (seconds of timing, least rounds) for each configuration and allocator
-EFFORT = {"quick": (0.5, 3), "full": (6.0, 5)}
+EFFORT = {"quick": (0.5, 3), "full": (3.0, 3)}
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
 
@@ -76,7 +76,7 @@ class Configuration:
 
     def cost(self, budget: float) -> float:
         """Seconds it may take, roughly, for the time left."""
-        rounds = self.shape.logits * 120e-9 * 5
+        rounds = self.shape.logits * 120e-9 * 3
         return len(self.allocators) * (2 + max(budget, rounds)) + (20 if self.compile else 0)
 
 
@@ -134,12 +134,19 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
             raise ValueError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
     chosen = [shape for name in arguments.shape or () for shape in shapes.find(name)]
     found = []
+    asked = bool(arguments.loss or chosen)
     for spec, shape in _pairs(arguments.loss, chosen, arguments.quick):
         compile = not arguments.no_compile and not shape.name.startswith("classes-")
-        if arguments.quick and not (arguments.loss or chosen):
-            compile = compile and (spec.name, shape.name) in QUICK_COMPILED
         both = arguments.device == "cpu" and not shape.name.startswith("classes-")
-        for dtype in arguments.dtype or ("float32",):
+        dtypes = arguments.dtype or ("float32",)
+        if arguments.quick and not asked:
+            compile = compile and (spec.name, shape.name) in QUICK_COMPILED
+        elif not asked:
+            central = shape.name in shapes.CENTRAL or shape.kind in ("linear", "contrastive")
+            compile = compile and (central or shape.name in shapes.ONE_OF_EACH_KIND)
+            both = both and central and spec.name in (*shapes.MAIN_LOSSES, "linear_cross_entropy")
+            dtypes = dtypes if spec.name in shapes.MAIN_LOSSES and shape.name in shapes.CENTRAL else dtypes[:1]
+        for dtype in dtypes:
             for i, own in enumerate(variants(spec, arguments.peers)):
                 text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())
                 allocators = tuple(ALLOCATORS) if both else ("default",)
@@ -160,10 +167,10 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
     for name, spec in LOSSES.items():
         if quick and name not in QUICK_LOSSES:
             continue
-        for shape_name in shapes.QUICK_SHAPES if quick else shapes.FULL_SHAPES:
-            everywhere = quick or name in shapes.MAIN_LOSSES or shape_name in shapes.ONE_OF_EACH_KIND or spec.family == "linear"
-            if everywhere and shapes.fits(spec, shapes.SHAPES[shape_name]):
-                yield spec, shapes.SHAPES[shape_name]
+        for shape in shapes.SHAPES.values():
+            wanted = shape.name in shapes.QUICK_SHAPES if quick else shapes.in_full_run(name, spec, shape.name)
+            if wanted and shapes.fits(spec, shape):
+                yield spec, shape
     for name in shapes.SWEEP_LOSSES:
         yield from ((LOSSES[name], shape) for shape in shapes.SWEEP)
 

@@ -80,10 +80,23 @@ SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100,
 QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contrastive-quick", "linear-quick")
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
-#: Losses that run at every shape of a full run; the others run at one shape of each kind.
+#: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled,
+#: in half precision, with both allocators. The other losses run at one shape of each kind.
 MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
-SWEEP_LOSSES = ("cross_entropy", "hem")
-ONE_OF_EACH_KIND = ("imagenet", "llama", "cityscapes", "contrastive", "linear")
+SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
+LARGEST = ("llama3", "gemma")
+CENTRAL = ("imagenet", "llama", "cityscapes")
+ONE_OF_EACH_KIND = ("imagenet", "llama-quick", "cityscapes-quick", "contrastive", "linear")
+
+
+def in_full_run(name: str, spec: LossSpec, shape: str) -> bool:
+    """Whether a full run has the loss `name` at `shape`."""
+    if shape in LARGEST:
+        return name in SWEEP_LOSSES
+    if name in MAIN_LOSSES:
+        return shape in FULL_SHAPES
+    return shape in ONE_OF_EACH_KIND or (spec.family == "linear" and shape in FULL_SHAPES)
+
 
 #: Families and functions that are not timed, and why.
 NOT_TIMED = {
