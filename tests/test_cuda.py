@@ -314,19 +314,15 @@ def spoiled(tmp_path_factory):
     def edit(name, text):
         if name == "entropy.cu":
             return text + '\nextern "C" __attribute__((visibility("default"))) int on_cpu_fault;\nint on_cpu_fault = 0;\n'
-        if name == "tuning.h":  # one block for all rows, which uses its shared memory again and again
-            assert "kMostBlocks = 4096" in text
-            return text.replace("kMostBlocks = 4096", "kMostBlocks = 1")
         if name != "rowwise.cuh":
             return text
-        text, barriers = re.subn(r"__syncthreads\(\);", lambda m: f"if (on_cpu_fault != {next(number)}) __syncthreads();", text)
+        text, barriers = re.subn(r"__syncthreads\(\);", "if (on_cpu_fault != 1) __syncthreads();", text, count=1)
         text, lanes = re.subn(
-            r"(struct Lanes .*?void fold\(.*?\{)", r"\1 if (on_cpu_fault == 3 && threadIdx.x == 5) return;", text, flags=re.S
+            r"(struct Lanes .*?void fold\(.*?\{)", r"\1 if (on_cpu_fault == 2 && threadIdx.x == 5) return;", text, flags=re.S
         )
-        assert (barriers, lanes) == (2, 1), "the sources have changed: this test spoils nothing"
+        assert barriers == lanes == 1, "the sources have changed: this test spoils nothing"
         return text.replace("#pragma once", '#pragma once\nextern "C" int on_cpu_fault;', 1)
 
-    number = iter((1, 2))
     sources = [p for p in emulator.kernel_sources() if p.stem in ("entropy", "finish", "bindings")]
     folder = tmp_path_factory.mktemp("spoiled")
     made = emulator.Emulator(emulator.build("spoiled", ("-O0",), sources=sources, edit=edit, folder=folder))
@@ -334,27 +330,25 @@ def spoiled(tmp_path_factory):
 
 
 def test_a_removed_barrier_changes_results(spoiled):
-    """The reduction of a block without its first, or its second, barrier."""
+    """The reduction of a block without the barrier before it reads what its warps wrote. The one after it matters only when the
+    same reduction follows at once; test_cuda_harness.py removes such a one."""
     made, choose = spoiled
     c = case(LOSSES["entropy"], 0, "wide", torch.float32)
     with emulator.switched(made):
         wanted = run(c, "cuda")
-        for fault in (1, 2):
-            choose(fault)
-            different = []
-            for order in emulator.ORDERS:
-                made.order(order, 1)
-                got = run(c, "cuda")
-                if not (torch.equal(got.loss, wanted.loss) and torch.equal(got.grads[0], wanted.grads[0])):
-                    different.append(order)
-            assert "greedy" in different, f"fault {fault} was not noticed"
+        choose(1)
+        for order in ("greedy", "greedy_reverse", "random"):
+            made.order(order, 1)
+            got = run(c, "cuda")
+            assert not (torch.equal(got.loss, wanted.loss) and torch.equal(got.grads[0], wanted.grads[0])), order
+        choose(0)
 
 
 def test_a_missing_lane_is_an_error(spoiled):
     """A row's lanes reduce together: one that stays away would leave the others waiting."""
     made, choose = spoiled
     with emulator.switched(made):
-        choose(3)
+        choose(2)
         with pytest.raises(RuntimeError, match="CUDA on the CPU: .*(shuffle|deadlock)"):
             pylosses.entropy_loss(torch.randn(13, 37), backend="cuda")
         choose(0)

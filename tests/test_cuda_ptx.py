@@ -58,20 +58,6 @@ def problem(name, sample, soft, form, dtype):
     return call, x, rows - 1
 
 
-def reads_of(kernel, spec, call):
-    """(least, most) times that a kernel reads each logit of a row that counts, besides a few single ones."""
-    family, _, what = kernel.partition("_")
-    if what == "gradient":
-        return (0 if family == "margin" else 1, 2 if family == "region" else 1)  # rows without an error have no gradient
-    if family == "softmax" and what == "rows":
-        return (2, 2) if spec.name == "logit_norm" else (1, 1)
-    if family == "margin" and what == "rows":
-        return (1, 2) if spec.name == "hem" else (1, 1)
-    if what in ("rows", "class_sums", "pixel_sums"):
-        return (1, 2 if family == "select" else 1)
-    return (0, 0)
-
-
 def check_executed(name, sample, soft, form, dtype, arch, edit=lambda text: text):
     call, x, live = problem(name, sample, soft, form, dtype)
     up = torch.tensor(0.75)
@@ -93,8 +79,8 @@ def test_ptx_computes_the_loss(name, sample, soft, form, dtype, arch):
     assert sum(traffic.get(gradient, (0, 0))[1] for _, traffic in got.launches) == x.numel() * x.element_size()
     once = live * x.shape[1] * x.element_size()
     for launch, traffic in got.launches:
-        kernel = re.search(r"pylosses_cuda\d+([a-z_]+)", launch.kernel)[1]
-        least, most = reads_of(kernel, spec, call)
+        kernel = nvcc.short(launch.kernel)
+        least, most = nvcc.reads(kernel, name)
         if spec.family == "select" and form == "pixels":
             most *= 4  # a lane sees few classes: the list of the largest takes passes of its own
         read = traffic[logits][0]

@@ -116,6 +116,25 @@ def resources(family: str, arch: str) -> dict[str, Resources]:
     return found
 
 
+def short(name: str) -> str:
+    """A kernel without its namespace and types: "softmax_rows"."""
+    return re.search(r"pylosses_cuda\d+([a-z_]+)", name)[1]  # type: ignore[index]
+
+
+def reads(kernel: str, loss: str) -> tuple[int, int]:
+    """The traffic model: (least, most) times that a kernel reads each logit of a row that counts, besides a few single ones."""
+    family, _, what = kernel.partition("_")
+    if what == "gradient":
+        return (0 if family == "margin" else 1, 2 if family == "region" else 1)  # rows without an error have no gradient
+    if kernel == "softmax_rows":
+        return (2, 2) if loss == "logit_norm" else (1, 1)
+    if kernel == "margin_rows":
+        return (1, 2) if loss == "hem" else (1, 1)  # split rows take a launch for each pass
+    if what in ("rows", "class_sums", "pixel_sums"):
+        return (1, 2 if family == "select" else 1)
+    return (0, 0)
+
+
 # Execution --------------------------------------------------------------------------------------------------------------------
 
 
