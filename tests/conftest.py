@@ -17,6 +17,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 torch.set_num_threads(1)  # workers of pytest-xdist share the cores; tests about threads set their own number
 
+if os.environ.get("PYLOSSES_CUDA_ON_CPU"):  # `make gpu-check`: backend "cuda" is here, emulated, for every test that asks
+    import emulator
+
+    from pylosses import cuda
+
+    cuda.emulate(emulator.plain().module)
+
 settings.register_profile(
     "pylosses", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -31,8 +38,15 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of minutes first: at the end one of them would leave the other workers idle."""
-    long = ("test_triton", "test_isa", "test_packaging", "test_parallel")
-    items.sort(key=lambda item: item.path.stem not in long)
+    long = (
+        "test_triton",
+        "test_isa",
+        "test_packaging",
+        "test_parallel",
+        "test_all_backends_agree",
+        "test_sanitizers_find_nothing",
+    )
+    items.sort(key=lambda item: item.path.stem not in long and item.name not in long)
 
 
 @pytest.fixture
