@@ -12,8 +12,9 @@ bars: setup
 	$(BIN)/python -m pylosses.bench.bars
 
 gpu-check: setup
-	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py
+	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py tests/test_cuda.py tests/test_cuda_ptx.py
 	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(BIN)/pytest -n 2 -p faster -k triton tests/test_backends_agree.py tests/test_golden.py
+	PYLOSSES_CUDA_ON_CPU=1 $(BIN)/pytest -n 2 -k cuda tests/test_backends_agree.py tests/test_golden.py tests/test_edges.py
 
 gpu-report: setup
 	$(BIN)/python tools/gpu_report.py
@@ -40,12 +41,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu
+	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 
 setup:
 	@sh tools/setup.sh

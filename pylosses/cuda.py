@@ -112,8 +112,8 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
     if _is_region(call):
         classes = x.shape[1] if x.dim() > 1 else x.shape[0]
         doubles = 1 + 2 * _areas(call, x.shape) * classes
-        numbers = (numbers + 1) // 2 * 2 + doubles * (8 // dtype.itemsize)
-    return x.new_empty((numbers + 1) // 2 * 2, dtype=dtype)  # whole pairs: a stack of them stays aligned
+        numbers = (numbers + 1) // 2 * 2 + doubles * (8 // dtype.itemsize)  # whole pairs: float64 is aligned, also in a stack
+    return x.new_empty(numbers, dtype=dtype)
 
 
 class _Prepared:

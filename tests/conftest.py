@@ -17,6 +17,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 torch.set_num_threads(1)  # workers of pytest-xdist share the cores; tests about threads set their own number
 
+if os.environ.get("PYLOSSES_CUDA_ON_CPU"):  # `make gpu-check`: backend "cuda" is here, emulated, for every test that asks
+    import emulator
+
+    from pylosses import cuda
+
+    cuda.emulate(emulator.plain().module)
+
 settings.register_profile(
     "pylosses", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -31,7 +38,7 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of minutes first, the longest first: at the end one of them would leave the other workers idle."""
-    long = ["triton", "torch_integration", "backends_agree", "packaging", "parallel", "isa", "properties", "under_load", "pool"]
+    long = ["triton", "cuda", "torch_integration", "backends_agree", "compiled", "packaging", "cuda_harness", "cuda_ptx", "parallel", "isa"]
     items.sort(key=lambda item: long.index(name) if (name := item.path.stem[5:]) in long else len(long))
 
 

@@ -1,8 +1,14 @@
 """Is the CUDA backend right without a GPU? Its sources emulated on the CPU, through the public API (see tests/cuda_on_cpu)."""
 
+import ctypes
+import importlib.util
 import os
+import re
 import shutil
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import emulator
 import pytest
@@ -24,15 +30,18 @@ from cases import (
     upstream_for,
 )
 from golden import calls, load
+from sanitized import checked
 from test_backends_agree import compare, compare_soft, same_results, soft_case
 from test_golden import check as check_golden
 
 import pylosses
 from pylosses import cuda
 from pylosses.autograd import Call
+from pylosses.cli import main
 from pylosses.spec import LOSSES
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler on this machine")
+HERE = Path(__file__).parent
 #: `make gpu-check` runs every dtype; otherwise they take turns.
 EVERYTHING = os.environ.get("PYLOSSES_GPU_TESTS") == "all"
 LOSSES_HERE = [spec for spec in LABELLED + UNLABELLED if spec.why_not("cuda") is None]
@@ -49,14 +58,6 @@ def emulated():
 def dtypes_of(*case):
     """All of them, or one that turns with the case."""
     return DTYPES if EVERYTHING else DTYPES[zlib.crc32(repr(case).encode()) % len(DTYPES) :][:1]
-
-
-def launched(made):
-    """The launches since the last question, as (family or kernel, group) pairs; forgets them."""
-    found = {(name.split("I")[0], "Lanes" if "5Lanes" in name else "Block" if "5Block" in name else "-", launch.grid[0])
-             for launch in made.launches() for name in [launch.kernel]}  # fmt: skip
-    made.reset()
-    return found
 
 
 def test_the_emulator_runs(emulated):
@@ -279,3 +280,86 @@ def test_order_of_threads_does_not_matter(spec, kind, emulated):
         got = run(c, "cuda")
         assert torch.equal(got.loss, wanted.loss) or got.loss.isnan() and wanted.loss.isnan(), order
         assert torch.equal(got.grads[0].nan_to_num(7.0), wanted.grads[0].nan_to_num(7.0)), order
+
+
+# Beside the other backends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install 'pylosses[triton]'"
+)
+def test_all_backends_agree():
+    """Reference, C++, Triton's interpreter and this emulator, on the same inputs; Triton's switch needs another process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "gpu" / "crossed.py")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 30
+
+
+def test_check_command(capsys):
+    """`pylosses check` takes the backend like any other."""
+    assert main(["check", "--backend", "cuda", "--loss", "hem"]) == 0
+    assert "cuda" in capsys.readouterr().out
+
+
+# Faults -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """An emulator of the entropy family whose reduction has faults to choose from: (emulator, choose(number))."""
+
+    def edit(name, text):
+        if name == "entropy.cu":
+            return text + '\nextern "C" __attribute__((visibility("default"))) int on_cpu_fault;\nint on_cpu_fault = 0;\n'
+        if name != "rowwise.cuh":
+            return text
+        text, barriers = re.subn(r"__syncthreads\(\);", "if (on_cpu_fault != 1) __syncthreads();", text, count=1)
+        text, lanes = re.subn(
+            r"(struct Lanes .*?void fold\(.*?\{)", r"\1 if (on_cpu_fault == 2 && threadIdx.x == 5) return;", text, flags=re.S
+        )
+        assert barriers == lanes == 1, "the sources have changed: this test spoils nothing"
+        return text.replace("#pragma once", '#pragma once\nextern "C" int on_cpu_fault;', 1)
+
+    sources = [p for p in emulator.kernel_sources() if p.stem in ("entropy", "finish", "bindings")]
+    folder = tmp_path_factory.mktemp("spoiled")
+    made = emulator.Emulator(emulator.build("spoiled", ("-O0",), sources=sources, edit=edit, folder=folder))
+    return made, lambda fault: setattr(ctypes.c_int.in_dll(made.control, "on_cpu_fault"), "value", fault)
+
+
+def test_a_removed_barrier_changes_results(spoiled):
+    """The reduction of a block without the barrier before it reads what its warps wrote. The one after it matters only when the
+    same reduction follows at once; test_cuda_harness.py removes such a one."""
+    made, choose = spoiled
+    c = case(LOSSES["entropy"], 0, "wide", torch.float32)
+    with emulator.switched(made):
+        wanted = run(c, "cuda")
+        choose(1)
+        for order in ("greedy", "greedy_reverse", "random"):
+            made.order(order, 1)
+            got = run(c, "cuda")
+            assert not (torch.equal(got.loss, wanted.loss) and torch.equal(got.grads[0], wanted.grads[0])), order
+        choose(0)
+
+
+def test_a_missing_lane_is_an_error(spoiled):
+    """A row's lanes reduce together: one that stays away would leave the others waiting."""
+    made, choose = spoiled
+    with emulator.switched(made):
+        choose(2)
+        with pytest.raises(RuntimeError, match="CUDA on the CPU: .*(shuffle|deadlock)"):
+            pylosses.entropy_loss(torch.randn(13, 37), backend="cuda")
+        choose(0)
+        assert pylosses.entropy_loss(torch.randn(13, 37), backend="cuda").isfinite()
+
+
+@pytest.mark.timeout(900)
+def test_sanitizers_find_nothing():
+    """Memory that ends where the rows end, under AddressSanitizer and UndefinedBehaviorSanitizer; and that they are awake."""
+    library = str(emulator.build("sanitized", emulator.SANITIZED))
+    done = checked(emulator.HERE / "sanitized.py", library)
+    assert done.returncode == 0 and "cases are clean" in done.stdout, done.stderr[-4000:]
+    done = checked(emulator.HERE / "sanitized.py", library, "wrong")
+    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr, done.stderr[-4000:]

@@ -23,6 +23,11 @@ ARCHS = ("sm_80", "sm_90")
 #: a loss of each family, and of each kind of pass over the logits
 ONE_OF_EACH = ("cross_entropy", "logit_norm", "hem", "entropy", "tta", "adr", "dice_ce")
 FORMS = {"rows": (7, 37), "pixels": (2, 7, 3, 5), "long": (2, 2060), "split": (1, 65600)}
+#: forward and backward of every family, every way to walk a row
+PART = set(product(ONE_OF_EACH, ("rows",))) | {
+    ("cross_entropy", "pixels"), ("dice_ce", "pixels"), ("tta", "pixels"), ("entropy", "long"), ("adr", "long"),
+    ("logit_norm", "long"), ("hem", "split"), ("cross_entropy", "split"),
+}  # fmt: skip
 SINGLES = 40  #: logits that a kernel may read once more in a row: the label's, the bounds of a selection
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -35,11 +40,10 @@ def executed():
         for sample, soft, form, arch in product(range(len(spec.samples)), softs, FORMS, ARCHS):
             if spec.family == "region" and form in ("long", "split"):
                 continue
-            if not EVERYTHING and (sample > 0 or spec.name not in ONE_OF_EACH and form != "rows" or arch != "sm_80"):
+            if not EVERYTHING and (sample > 0 or soft or arch != "sm_80" or (spec.name, form) not in PART):
                 continue
-            if not EVERYTHING and form == "split" and (spec.name not in ("cross_entropy", "hem") or soft):
-                continue
-            dtypes = DTYPES if EVERYTHING else (DTYPES[zlib.crc32(f"{spec.name}{form}{soft}".encode()) % 4],)
+            turn = DTYPES[: 2 if form == "rows" else 4]
+            dtypes = DTYPES if EVERYTHING else (turn[zlib.crc32(f"{spec.name}{form}".encode()) % len(turn)],)
             for dtype in dtypes:
                 name = f"{spec.name}{sample}-{'soft-' if soft else ''}{form}-{str(dtype)[6:]}-{arch}"
                 yield pytest.param(spec.name, sample, soft, form, dtype, arch, id=name)
@@ -56,20 +60,6 @@ def problem(name, sample, soft, form, dtype):
     call.y.view(-1)[1] = -100
     x[(0, slice(None), 0, 1) if x.dim() == 4 else 1] = torch.nan
     return call, x, rows - 1
-
-
-def reads_of(kernel, spec, call):
-    """(least, most) times that a kernel reads each logit of a row that counts, besides a few single ones."""
-    family, _, what = kernel.partition("_")
-    if what == "gradient":
-        return (0 if family == "margin" else 1, 2 if family == "region" else 1)  # rows without an error have no gradient
-    if family == "softmax" and what == "rows":
-        return (2, 2) if spec.name == "logit_norm" else (1, 1)
-    if family == "margin" and what == "rows":
-        return (1, 2) if spec.name == "hem" else (1, 1)
-    if what in ("rows", "class_sums", "pixel_sums"):
-        return (1, 2 if family == "select" else 1)
-    return (0, 0)
 
 
 def check_executed(name, sample, soft, form, dtype, arch, edit=lambda text: text):
@@ -93,8 +83,8 @@ def test_ptx_computes_the_loss(name, sample, soft, form, dtype, arch):
     assert sum(traffic.get(gradient, (0, 0))[1] for _, traffic in got.launches) == x.numel() * x.element_size()
     once = live * x.shape[1] * x.element_size()
     for launch, traffic in got.launches:
-        kernel = re.search(r"pylosses_cuda\d+([a-z_]+)", launch.kernel)[1]
-        least, most = reads_of(kernel, spec, call)
+        kernel = nvcc.short(launch.kernel)
+        least, most = nvcc.reads(kernel, name)
         if spec.family == "select" and form == "pixels":
             most *= 4  # a lane sees few classes: the list of the largest takes passes of its own
         read = traffic[logits][0]
@@ -111,6 +101,13 @@ def without(pattern, kernel, which, instead=""):
         return text[: found[which].start()] + instead + text[found[which].end() :]
 
     return edit
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH if EVERYTHING else ("entropy",))
+def test_ptx_of_another_architecture(name):
+    """In short: one family for sm_90 too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check_executed(name, 0, False, "rows", dtype, "sm_90")
 
 
 def test_a_removed_barrier_is_found():

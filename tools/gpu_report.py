@@ -1,4 +1,4 @@
-"""What the Triton kernels become on each GPU, without one: registers, spills, shared memory, modelled traffic and time.
+"""What the Triton and CUDA kernels become on GPUs, without one: registers, spills, shared memory, modelled traffic and time.
 
     python tools/gpu_report.py [--quick] [--jobs 2] [FILE]     writes bench/results/gpu_report.md; exit 1 when a kernel spills
 
@@ -17,12 +17,16 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "cuda_on_cpu")]
 
+import calls  # noqa: E402
+import emulator  # noqa: E402
+import nvcc  # noqa: E402
 from ahead import Resources, call_of, compiling, resources  # noqa: E402
 from loops import accesses  # noqa: E402
 from model import traffic  # noqa: E402
 
+from pylosses import cuda  # noqa: E402
 from pylosses import triton as backend  # noqa: E402
 from pylosses.spec import LOSSES  # noqa: E402
 
@@ -74,7 +78,7 @@ def configurations(quick: bool) -> Iterator[Compiled]:
                         yield Compiled(arch, spec.name, sample, shape, dtype)
 
 
-def occupancy(found: Resources, warps: int, arch: str) -> str:
+def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> str:
     """Share of a multiprocessor's threads, limited by registers (allocated by 256 a warp) and shared memory."""
     shared = DEVICES[arch].shared
     if shared is None:
@@ -112,14 +116,63 @@ def row(config: Compiled) -> list[tuple[str, int]]:
     return lines
 
 
-HEAD = """# Triton kernels on GPUs: **modelled, not measured**
+def assembled(unit: tuple[str, str]) -> dict[str, nvcc.Resources]:
+    """Of every kernel of a family on an architecture."""
+    return nvcc.resources(*unit)
+
+
+def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[tuple[str, int]]:
+    """The same lines for CUDA C++: the host code tells the launches of a configuration, ptxas what each kernel takes."""
+    units = [(family, arch) for arch in DEVICES if arch.startswith("sm_") for family in nvcc.families()]
+    found: dict[tuple[str, str], nvcc.Resources] = {}
+    for (_, arch), each in zip(units, pool.map(assembled, units), strict=True):
+        found |= {(name, arch): of for name, of in each.items()}
+    common = ((LONG, torch.bfloat16), (SHORT, torch.float32), (PIXELS, torch.bfloat16))
+    rare = ((MANY, torch.float64), (SHORT, torch.float16), ((8, 128256), torch.bfloat16))
+    shown = set()
+    for arch, spec in product((a for a in DEVICES if a.startswith("sm_")), LOSSES.values()):
+        if spec.inputs == "own" or spec.why_not("cuda") is not None:
+            continue
+        for shape, dtype in common if quick or arch != "sm_90" else common + rare:
+            if spec.family == "region" and shape not in (PIXELS, MANY):
+                continue
+            launches: list[emulator.Launch] = []
+            x = torch.zeros(shape, dtype=dtype)
+            with emulator.switched() as made, made.handing(launches.append):
+                call = calls.call_of(spec.name, x, backend="cuda")
+                loss, saved = cuda.forward(call, x, True)
+                cuda.backward(call, x, saved, loss)
+            for launch in launches:
+                kernel, of = nvcc.short(launch.kernel), found[launch.kernel, arch]
+                reads = nvcc.reads(kernel, spec.name)[1]
+                if not reads and (launch.kernel, arch) in shown:
+                    continue  # the same for all losses
+                shown.add((launch.kernel, arch))
+                warps = launch.block[0] // 32
+                cells = [f"{spec.name} 0", f"cuda.{kernel}", "x".join(map(str, shape)), str(dtype)[6:]]
+                cells += [f"{DEVICES[arch].name} ({arch})", warps, *of[:3], occupancy(of, warps, arch)]
+                if reads:
+                    each = (reads + (kernel.endswith("_gradient"))) * x.element_size()
+                    cells += [each, "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
+                else:
+                    cells += ["-"] * 3
+                yield f"| {' | '.join(map(str, cells))} |", of.spilled
+    for (name, arch), of in found.items():  # what no configuration launches must not spill either
+        if (name, arch) not in shown and of.spilled:
+            cells = ["-", f"cuda.{name}", "-", "-", arch, "-", *of[:3], "-", "-", "-", "-"]
+            yield f"| {' | '.join(map(str, cells))} |", of.spilled
+
+
+HEAD = """# Triton and CUDA kernels on GPUs: **modelled, not measured**
 
 Compiled ahead of time by `make gpu-report`, with the specialisation of the shapes shown; no GPU took part. The number behind a
 loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them.
 Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton.py). Loads + stores are what the
 innermost loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single
 logits, such as the label's, count with it. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
-the data sheet.
+the data sheet. Kernels named cuda.* are those of csrc/cuda, as nvcc and ptxas compile them: the host code tells the launches of
+each loss, which is a switch inside its kernel, and what a kernel reads at most is what its executed PTX is held to
+(tests/test_cuda_ptx.py).
 
 | loss | kernel | shape | dtype | device | warps | registers | spilled bytes | shared bytes | occupancy | bytes per logit \
 | loads + stores | modelled time |
@@ -131,10 +184,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one shape, dtype and argument sample of each loss")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--only", choices=("triton", "cuda"), help="only the kernels of one backend")
     parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench" / "results" / "gpu_report.md")
     options = parser.parse_args()
     lines, spills = [], 0
-    todo = list(configurations(options.quick))
+    todo = [] if options.only == "cuda" else list(configurations(options.quick))
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for done, (config, found) in enumerate(zip(todo, pool.map(row, todo), strict=True), 1):
             lines += [line for line, _ in found]
@@ -144,6 +198,12 @@ def main() -> int:
                     print(f"spills: {line}", file=sys.stderr, flush=True)
             if done % 25 == 0 or done == len(todo):
                 print(f"{done} of {len(todo)} configurations ({config.arch})", file=sys.stderr, flush=True)
+        if nvcc.NVCC is not None and options.only != "triton":
+            for line, spilled in cuda_rows(pool, options.quick):
+                lines.append(line)
+                if spilled:
+                    spills += 1
+                    print(f"spills: {line}", file=sys.stderr, flush=True)
     options.file.parent.mkdir(parents=True, exist_ok=True)
     options.file.write_text(HEAD + "\n".join(lines) + "\n")
     print(f"{options.file}: {len(lines)} kernels, {spills} with spills")

@@ -68,15 +68,15 @@ struct Map {
   T scale, cap;
   const T* shift;
   PYL_INLINE T operator()(T x, int j) const {
-    T u = x, unused;
-    if (cap > 0 && x != -infinity<T>()) u = cap * tanh(x / cap, unused);
-    u *= scale;
-    return shift ? u + shift[j] : u;
+    T unused;
+    return with_slope(x, j, unused);
   }
-  PYL_INLINE T slope(T x) const {
-    T du = 1;
-    if (cap > 0 && x != -infinity<T>()) tanh(x / cap, du);
-    return du * scale;
+  PYL_INLINE T with_slope(T x, int j, T& du) const {
+    T u = x;
+    du = 1;
+    if (cap > 0 && x != -infinity<T>()) u = cap * tanh(x / cap, du);  // a masked class stays masked
+    u *= scale, du *= scale;
+    return shift ? u + shift[j] : u;
   }
 };
 

@@ -30,7 +30,7 @@ struct Errors {
     if (power == 2) return 2 * raw;
     if (raw < delta) return start;
     if (power == T(0.5)) return T(0.5) / e;
-    return power * (e < infinity<T>() ? e / raw : PYL_ISA::power(raw, power - 1));
+    return e < infinity<T>() ? power * (e / raw) : power > 1 ? e : T(0);
   }
 };
 template <class T>

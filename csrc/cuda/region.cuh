@@ -98,8 +98,9 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
       Weights<T> w = weights_of(c, p, label);
       Upstream<T> up = upstream_of(c, p, label, w);
       up.up *= static_cast<T>(plan.ce_weight);
-      to = gradient_of(c, id_cross_entropy, c.stat(kCeTop, p.row), c.stat(kCeSum, p.row), c.map(x_label, y), T(1), w, up);
-      at_label += to.label * c.map.slope(x_label);
+      T du_label, u_label = c.map.with_slope(x_label, y, du_label);
+      to = gradient_of(c, id_cross_entropy, c.stat(kCeTop, p.row), c.stat(kCeSum, p.row), u_label, T(1), w, up);
+      at_label += to.label * du_label;
     }
     rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
 #pragma unroll
@@ -109,9 +110,9 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
         int j = x.at(i);
         T v = exp(x.x[i] - m) * (gain * (push[j] - top) + offset);
         if (plan.ce) {
-          T ce = to.slope * exp(c.map(x.x[i], j) - to.base);
+          T du, ce = to.slope * exp(c.map.with_slope(x.x[i], j, du) - to.base);
           if (c.smooth) ce -= to.pull * target_weight(c, 0, j);
-          v += ce * c.map.slope(x.x[i]);
+          v += ce * du;
         }
         value[i] = j == y ? at_label : v;
       }

@@ -126,8 +126,9 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
         to = soft_gradient_of(c, other_m, other_d, c.stat(kMass, p.row), w, up);
       } else {
         T x_label = logit_at(row, stride, y, true);
-        to = gradient_of(c, id_cross_entropy, other_m, other_d, c.map(x_label, y), T(1), w, up);
-        to.label *= c.map.slope(x_label);
+        T du_label;
+        to = gradient_of(c, id_cross_entropy, other_m, other_d, c.map.with_slope(x_label, y, du_label), T(1), w, up);
+        to.label *= du_label;
       }
     }
     int64_t target = target_at(c, p);
@@ -146,9 +147,9 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
         }
         if (j == first) sum = at_first;
         if (ce) {
-          T more_of = to.slope * exp(c.map(v, j) - to.base);
+          T du, more_of = to.slope * exp(c.map.with_slope(v, j, du) - to.base);
           if (c.soft || c.smooth) more_of -= to.pull * target_weight(c, target, j);
-          sum += j == y ? to.label : more_of * c.map.slope(v);
+          sum += j == y ? to.label : more_of * du;
         }
         value[i] = sum + lost;
       }

@@ -165,7 +165,8 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
         length = norm_with(rest, unmasked(x_label));
         late = late_of(c, length);
       }
-      to = gradient_of(c, c.loss, m, d, c.map(x_label, y), late, w, up);
+      T du_label;
+      to = gradient_of(c, c.loss, m, d, c.map.with_slope(x_label, y, du_label), late, w, up);
       if (norm) {  // the norm's own part of the gradient, along x; at the label the two parts all but cancel
         T moment = saved(c, p, 3, true), wide = length + c.k.own[1], by_length = length > 0 ? 1 / length : T(0);
         x_label = unmasked(x_label);
@@ -173,7 +174,7 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
         drag = -to.label * ((moment - x_label) * by_length) * (late / wide);
         to.label *= length == 0 ? T(1) : along;
       }
-      to.label *= c.map.slope(logit_at(row, stride, y, true)) * late;
+      to.label *= du_label * late;
     }
     bool live = label.live && to.counts;
     int64_t target = target_at(c, p);
@@ -183,9 +184,9 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
         value[i] = 0;
         if (!live || !x.has(i)) continue;
         int j = x.at(i);
-        T v = to.slope * exp((c.map(x.x[i], j) - to.base) * late);
+        T du, v = to.slope * exp((c.map.with_slope(x.x[i], j, du) - to.base) * late);
         if (c.soft || c.smooth) v -= to.pull * target_weight(c, target, j);
-        v *= c.map.slope(x.x[i]) * late;
+        v *= du * late;
         if (norm) v -= drag * unmasked(x.x[i]);
         value[i] = j == y ? to.label : v;
       }

@@ -7,13 +7,13 @@ PTX interpreter instead of running the fibers.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,16 +72,40 @@ def ptx_file(family: str, arch: str) -> Path:
     return made
 
 
+def built(arch: str) -> list[str]:
+    """The PTX for `arch` in the module that was built, of each translation unit; none where the sources are newer."""
+    tools = importlib.util.find_spec("triton")
+    wheel = Path(str(tools.origin)).parent / "backends" / "nvidia" / "bin" if tools else Path()
+    cuobjdump = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(wheel))
+    found = importlib.util.find_spec("pylosses._cuda")
+    if cuobjdump is None or found is None or found.origin is None:
+        return []
+    if any(p.stat().st_mtime > Path(found.origin).stat().st_mtime for p in (ROOT / "csrc").glob("*/*")):
+        return []
+    text = subprocess.run([cuobjdump, "-ptx", found.origin], capture_output=True, text=True, check=True).stdout
+    parts = [part for part in text.split("Fatbin ptx code:")[1:] if re.search(rf"^arch = {arch}$", part, re.M)]
+    return [part[part.index(".version") :].partition("\nFatbin")[0] for part in parts]
+
+
 @cache
-def _texts(arch: str, chosen: tuple[str, ...]) -> dict[str, str]:
-    with ThreadPoolExecutor(2) as pool:
-        files = list(pool.map(lambda family: ptx_file(family, arch), chosen))
-    return {name: text for file in files for name, text in ptx.entries(file.read_text()).items()}
+def _built(arch: str) -> dict[str, str]:
+    return {name: kernel for text in built(arch) for name, kernel in ptx.entries(text).items()}
 
 
-def texts(arch: str, chosen: tuple[str, ...] = ()) -> dict[str, str]:
-    """Mangled name -> PTX of every kernel, of all or of the chosen families."""
-    return _texts(arch, chosen or tuple(families()))
+@cache
+def _compiled(arch: str, family: str) -> dict[str, str]:
+    return ptx.entries(ptx_file(family, arch).read_text())
+
+
+def text_of(arch: str, kernel: str) -> str:
+    """The PTX of a kernel, by its mangled name: as it was built, or compiled now."""
+    if kernel in _built(arch):
+        return _built(arch)[kernel]
+    likely = short(kernel).partition("_")[0]
+    for family in sorted(families(), key=lambda f: (f != likely, f != "finish")):
+        if kernel in _compiled(arch, family):
+            return _compiled(arch, family)[kernel]
+    raise KeyError(f"no PTX has a kernel {kernel}")
 
 
 @cache
@@ -114,6 +138,25 @@ def resources(family: str, arch: str) -> dict[str, Resources]:
         registers = int(re.search(r"Used (\d+) registers", part)[1])  # type: ignore[index]
         found[name] = Resources(registers, stores + loads, int(shared[1]) if shared else 0, stack)
     return found
+
+
+def short(name: str) -> str:
+    """A kernel without its namespace and types: "softmax_rows"."""
+    return re.search(r"pylosses_cuda\d+([a-z_]+)", name)[1]  # type: ignore[index]
+
+
+def reads(kernel: str, loss: str) -> tuple[int, int]:
+    """The traffic model: (least, most) times that a kernel reads each logit of a row that counts, besides a few single ones."""
+    family, _, what = kernel.partition("_")
+    if what == "gradient":
+        return (0 if family == "margin" else 1, 2 if family == "region" else 1)  # rows without an error have no gradient
+    if kernel == "softmax_rows":
+        return (2, 2) if loss == "logit_norm" else (1, 1)
+    if kernel == "margin_rows":
+        return (1, 2) if loss == "hem" else (1, 1)  # split rows take a launch for each pass
+    if what in ("rows", "class_sums", "pixel_sums"):
+        return (1, 2 if family == "select" else 1)
+    return (0, 0)
 
 
 # Execution --------------------------------------------------------------------------------------------------------------------
@@ -157,7 +200,7 @@ class Run(NamedTuple):
 def execute(arch: str, launch: Launch, memory: Memory, edit: Callable[[str], str] = lambda text: text) -> dict[str, list[int]]:
     """Runs one launch by its PTX; what it read and wrote."""
     assert launch.block[1:] == (1, 1)
-    kernel = _kernel(edit(texts(arch)[launch.kernel]))
+    kernel = _kernel(edit(text_of(arch, launch.kernel)))
     sim = ptx.Sim(kernel, launch.grid, launch.block[0], launch.parameters, memory.buffers(), smem=launch.shared)
     return sim.run().traffic
 
