@@ -462,6 +462,8 @@ class Sim:
                 "or": np.bitwise_or.reduce,
                 "xor": np.bitwise_xor.reduce,
             }[op[2]]
+            if ty == "f32" and "NaN" not in op:  # NaN does not take part
+                f = {"max": np.fmax.reduce, "min": np.fmin.reduce}[op[2]]
             for x in np.unique(w):
                 r[w == x] = f(v[w == x]).astype(v.dtype)
             P(r)
