@@ -12,7 +12,7 @@ bars: setup
 	$(BIN)/python -m pylosses.bench.bars
 
 gpu-check: setup
-	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py
+	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py tests/test_triton_ptx.py
 	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(BIN)/pytest -n 2 -p faster -k triton tests/test_backends_agree.py tests/test_golden.py
 
 gpu-report: setup

@@ -30,7 +30,18 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of minutes first, the longest first: at the end one of them would leave the other workers idle."""
-    long = ["triton", "torch_integration", "backends_agree", "packaging", "parallel", "isa", "properties", "under_load", "pool"]
+    long = [
+        "triton",
+        "triton_ptx",
+        "torch_integration",
+        "backends_agree",
+        "packaging",
+        "parallel",
+        "isa",
+        "properties",
+        "under_load",
+        "pool",
+    ]
     items.sort(key=lambda item: long.index(name) if (name := item.path.stem[5:]) in long else len(long))
 
 
