@@ -280,15 +280,6 @@ SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
 
-def layer_of(name, dtype, rows, classes, features, sample=0):
-    from ahead import call_of
-
-    g = torch.Generator().manual_seed(6)
-    h, w, b = (torch.randn(*size, generator=g).to(dtype) for size in ((rows, features), (classes, features), (classes,)))
-    statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    return call_of(name, torch.zeros(rows, classes, dtype=statistics), sample), h, w, b
-
-
 def case_id(value):
     return str(value).removeprefix("torch.")
 
@@ -305,7 +296,7 @@ def case_id(value):
 )
 def test_a_layer_compiles(name, dtype, target):
     """No spills, tensor cores for halves, nothing in memory that is as large as the logits."""
-    from ahead import compiling, resources
+    from ahead import compiling, layer_of, resources
 
     rows, classes = 256, 1000
     call, h, w, b = layer_of(name, dtype, rows, classes, 512)
@@ -329,6 +320,7 @@ def test_a_layer_compiles(name, dtype, target):
 
 
 def check_layer(name, dtype, target, edit=lambda text: text):
+    from ahead import layer_of
     from emulated import run_layer
 
     rows, classes = 40, 150
