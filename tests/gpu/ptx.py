@@ -170,13 +170,15 @@ class Sim:
         return self
 
     def run_blocks(self, bids):
+        import tensor  # which imports this module
+
         nt = self.block
         T = self.T = len(bids) * nt
         self.tid = np.tile(np.arange(nt, dtype=np.uint32), len(bids))
         self.blk = np.repeat(np.arange(len(bids)), nt)
         self.bid = np.repeat(bids, nt)
         self.R = {}
-        self.copies = tensor.Copies(self)
+        self.copies, self.mma = tensor.Copies(self), tensor.mma
         self.sh = np.zeros((len(bids), max(self.shsz, 1)), np.uint8)
         self.init = np.zeros_like(self.sh, bool)
         self.wr = np.full(self.sh.shape, -1, np.int64)
@@ -380,7 +382,7 @@ class Sim:
         if op[:2] == ["cp", "async"]:
             return self.copies.step(op, ops, a)
         if o == "mma":
-            return tensor.mma(self, op, ops, a)
+            return self.mma(self, op, ops, a)
         for x in op[1:]:
             if x not in BITS and x.split("::")[0] not in KNOWN:
                 raise NotImplementedError(f"modifier .{x}")
@@ -704,6 +706,3 @@ class Sim:
             need = np.array([(mm >> lane) & 1 for lane in range(nl)], bool)
             if (need & ~act[x][:nl]).any():
                 raise PtxError(f"warp collective: lanes of mask {mm:#x} are missing")
-
-
-import tensor  # noqa: E402  it raises PtxError
