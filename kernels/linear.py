@@ -19,7 +19,7 @@ from .formula import Formula
 from .launch import NUMBERS, REDUCTIONS, compiled_for, launch
 from .linear_tile import label_logits, load_rows, logits_of, ordered_rows, part_of, split, their_labels, times
 from .tile import numbers
-from .tuning import LINEAR_BYTES, LINEAR_PROGRAMS, ROWS_ALONE, LinearTile, linear_gradient_tile, linear_tile
+from .tuning import LINEAR_BYTES, LINEAR_LABELS, LINEAR_PROGRAMS, ROWS_ALONE, LinearTile, linear_gradient_tile, linear_tile
 
 
 @triton.jit
@@ -113,7 +113,8 @@ def known_of(formula: Formula, call: Any, layer: Layer, saved: Tensor) -> dict[s
 
 def tiled(tile: LinearTile) -> dict[str, int]:
     warps = tile.warps // 2 if compiled_for() == "hip" else tile.warps  # they have 64 lanes there
-    return {"ROWS": tile.rows, "BLOCK": tile.classes, "STEP": tile.features, "num_warps": warps, "num_stages": tile.stages}
+    block = {"ROWS": tile.rows, "BLOCK": tile.classes, "STEP": tile.features}
+    return block | {"num_warps": warps, "num_stages": tile.stages, "crowded": True}
 
 
 def parts_of(tiles: int, most: int, step: int, size: int = 0) -> tuple[int, int]:
@@ -136,7 +137,7 @@ def over_classes(known: dict[str, Any], kernel: Any, K: int, dtype: torch.dtype,
 
 def over_rows(known: dict[str, Any], kernel: Any, **more: Any) -> None:
     """Launch a kernel over the rows alone."""
-    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1} | more
+    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1, "crowded": False} | more
     launch(kernel, (triton.cdiv(known["count"], ROWS_ALONE),), **given)
 
 
@@ -155,7 +156,7 @@ def launch_forward(formula: Formula, call: Any, layer: Layer, loss: Tensor, save
     known |= ordered((y != call.ignore_index) & (y >= 0) & (y < classes))
     count = known["count"]
     known["p_label"] = saved[2 + formula.saved * count :]
-    launch(label_logits, (triton.cdiv(count, 16),), **known | {"ROWS": 16, "STEP": 256, "num_warps": 4, "num_stages": 1})
+    launch(label_logits, (triton.cdiv(count, LINEAR_LABELS.rows),), **known | tiled(LINEAR_LABELS))
     family_of(formula).forward(formula, call, known, loss)
 
 

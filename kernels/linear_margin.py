@@ -174,9 +174,9 @@ def forward(formula: Formula, call: Any, known: dict[str, Any], loss: Tensor) ->
         some = statistics.new_empty(count, dtype=torch.int8)
         over_rows(known, thresholds, p_parts=parts, parts=len(parts), p_some=some)
         known |= ordered(some.ne(0))
-    parts = over_classes(known, tiles, PARTS.value, torch.float64, KEEP=True)
-    if some is None:
+    else:
         statistics[2 : 2 + count].zero_()
+    parts = over_classes(known, tiles, PARTS.value, torch.float64, KEEP=True)
     partial = partial_sums(call, statistics, triton.cdiv(count, ROWS_ALONE))
     over_rows(known, losses, p_parts=parts, parts=len(parts), p_some=some, p_loss=loss, p_partial=partial)
     reduced(call, partial, loss, statistics)

@@ -84,6 +84,10 @@ class LinearTile(NamedTuple):
     stages: int  #: of loads under way
 
 
+#: Where a row has one class, its label.
+LINEAR_LABELS = LinearTile(16, 1, 128, 4, 1)
+
+
 def linear_tile(itemsize: int) -> LinearTile:
     """The tile of a linear layer's logits, by the type that the products take: tensor cores have halves; float32 and float64
     take their operands from registers."""

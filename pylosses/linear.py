@@ -2,8 +2,8 @@
 
     x = h W^T + b          L = loss(x, y)
 
-On the CPU the logits are made, used and forgotten a block of rows at a time (linear_fused.py). The reference, torch.compile and
-torch.func store them all.
+On the CPU the logits are made, used and forgotten a block of rows at a time (linear_fused.py), by Triton a tile at a time, in
+registers (linear_triton.py). The reference, torch.compile and torch.func store them all.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def linear_cross_entropy(
             and `target` (..., T) as they come from the model. Nothing is copied but the labels.
         workspace: bytes of memory for a block of rows on the CPU. A block has at least 16 rows, whatever they take: with very
             many classes that may be more than `workspace`.
-        backend: "cpu" makes the logits block by block, "reference" stores them; None picks.
+        backend: "cpu" makes the logits block by block, "triton" tile by tile, "reference" stores them; None picks.
 
     **Convention**
 
@@ -157,7 +157,10 @@ def linear_cross_entropy(
       loss. Their dtypes may differ; each gradient has the dtype of its tensor.
     - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
       With ``reduction="none"``, and for a second backward, the logits are made again.
-    - on the CPU the features of ignored rows are never read. torch.compile, torch.func and other devices store the logits.
+    - the features of ignored rows are never read, but by the reference. torch.compile, torch.func, the CUDA backend, and Triton
+      with class probabilities as targets, store the logits.
+    - Triton makes the logits in forward and twice in backward; float32 products are exact unless
+      `torch.set_float32_matmul_precision` allows less.
     - with `shift` the first label counts nowhere and the last position is ignored: ``reduction="none"`` gives 0 there, and has
       the loss of a label at the position that predicts it. `sample_weight` belongs to the labels and moves with them.
     - `linear_weight` is (C, D) alone; torch's (C, d1, ..., D) form is not taken.

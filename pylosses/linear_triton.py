@@ -29,19 +29,28 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given, wanted = ctx.saved_tensors[:4], ctx.needs_input_grad[:3]
+        h, w, b, saved = ctx.saved_tensors[:4]
+        wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
-            return *Once.apply(*given, grad, ctx.call, wanted), None
-        return *triton.product_backward(ctx.call, *given, grad, wanted), None
+            return *Once.apply(h, w, b, saved, grad, ctx.call, wanted), None
+        return *triton.product_backward(ctx.call, h, w, b, saved, grad, wanted), None
 
 
 class Once(torch.autograd.Function):
     """Gradients that may be part of a graph but not be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
-        *given, grad, call, wanted = inputs
-        return triton.product_backward(call, *given, grad, wanted)
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        saved: Tensor,
+        grad: Tensor,
+        call: Call,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, ...]:
+        return triton.product_backward(call, h, w, b, saved, grad, wanted)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -38,7 +38,7 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of minutes first, the longest first: at the end one of them would leave the other workers idle."""
-    long = ["triton", "cuda", "torch_integration", "backends_agree", "compiled", "packaging", "cuda_harness", "cuda_ptx", "parallel", "isa"]
+    long = ["triton", "triton_ptx", "cuda", "torch_integration", "backends_agree", "packaging", "cuda_ptx", "parallel", "isa"]
     items.sort(key=lambda item: long.index(name) if (name := item.path.stem[5:]) in long else len(long))
 
 

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "cuda_on_cpu")
 import calls  # noqa: E402
 import emulator  # noqa: E402
 import nvcc  # noqa: E402
-from ahead import Resources, call_of, compiling, resources  # noqa: E402
+from ahead import Resources, call_of, compiling, layer_of, resources  # noqa: E402
 from loops import accesses  # noqa: E402
 from model import traffic  # noqa: E402
 
@@ -48,6 +48,9 @@ REGISTERS, THREADS, BLOCKS = 65536, 2048, 32  # of a multiprocessor of all three
 LONG, SHORT, PIXELS, MANY = (64, 32000), (256, 1000), (2, 19, 64, 64), (2, 150, 32, 32)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
+#: losses of a linear layer's output: rows, classes and features
+LINEAR, LAYERS, LAYER = "linear ", ("cross_entropy", "logit_norm", "hem"), (256, 8192, 512)
+
 
 class Compiled(NamedTuple):
     """One configuration that the library ships."""
@@ -64,7 +67,7 @@ def configurations(quick: bool) -> Iterator[Compiled]:
     them: float64, many classes of pixels, and further arguments, which switch parts of a kernel on."""
     for arch in DEVICES:
         for spec in LOSSES.values():
-            if spec.why_not("triton") is not None:
+            if spec.why_not("triton") is not None or spec.family == "linear":
                 continue
             common = {(LONG, torch.bfloat16), (SHORT, torch.float32), (PIXELS, torch.bfloat16)}
             scarce = {(MANY, torch.bfloat16), (MANY, torch.float64), (LONG, torch.float64)}
@@ -76,6 +79,8 @@ def configurations(quick: bool) -> Iterator[Compiled]:
                 for shape, dtype in product(shapes, DTYPES):
                     if (shape, dtype) in (common if quick else wanted):
                         yield Compiled(arch, spec.name, sample, shape, dtype)
+        for loss, dtype in product(LAYERS, DTYPES[1:2] if quick else (*DTYPES, torch.float16)):
+            yield Compiled(arch, f"{LINEAR}{loss}", 0, LAYER, dtype)
 
 
 def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> str:
@@ -91,11 +96,16 @@ def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> str:
 def row(config: Compiled) -> list[tuple[str, int]]:
     """A line of the table for each kernel of a configuration, and the bytes it spills."""
     torch.set_num_threads(1)
-    x = torch.zeros(config.shape, dtype=config.dtype)
-    call = call_of(config.loss, x, config.sample)
+    x = torch.zeros(config.shape if len(config.shape) != 3 else 0, dtype=config.dtype)
     with compiling(config.arch) as launches:
-        loss, saved = backend.forward(call, x, True)
-        backend.backward(call, x, saved, loss)
+        if config.loss.startswith(LINEAR):
+            call, *layer = layer_of(config.loss.removeprefix(LINEAR), config.dtype, *config.shape)
+            loss, saved = backend.product_forward(call, *layer)
+            backend.product_backward(call, *layer, saved, loss, (True, True, True))
+        else:
+            call = call_of(config.loss, x, config.sample)
+            loss, saved = backend.forward(call, x, True)
+            backend.backward(call, x, saved, loss)
     device, lines = DEVICES[config.arch], []
     for launch in launches:
         if launch.name == "tile.finish" and config.loss != "cross_entropy":
@@ -167,9 +177,10 @@ HEAD = """# Triton and CUDA kernels on GPUs: **modelled, not measured**
 
 Compiled ahead of time by `make gpu-report`, with the specialisation of the shapes shown; no GPU took part. The number behind a
 loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them.
-Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton.py). Loads + stores are what the
+Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton_ptx.py). Loads + stores are what the
 innermost loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single
-logits, such as the label's, count with it. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
+logits, such as the label's, count with it. The kernels of a linear layer (rows x classes x features) make their
+logits and read none. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
 the data sheet. Kernels named cuda.* are those of csrc/cuda, as nvcc and ptxas compile them: the host code tells the launches of
 each loss, which is a switch inside its kernel, and what a kernel reads at most is what its executed PTX is held to
 (tests/test_cuda_ptx.py).

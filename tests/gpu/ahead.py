@@ -160,3 +160,11 @@ def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | Non
         return calls.call_of(name, x, sample, backend="triton", reduction=reduction, soft=soft)
     finally:
         backend.absent, backend.interpreted = real, interpreted
+
+
+def layer_of(name: str, dtype: torch.dtype, rows: int, classes: int, features: int) -> tuple[Any, ...]:
+    """The same for the loss of a linear layer's output: the call, features h, head w and bias b."""
+    g = torch.Generator().manual_seed(6)
+    given = [torch.randn(*size, generator=g).to(dtype) for size in ((rows, features), (classes, features), (classes,))]
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    return call_of(name, torch.zeros(rows, classes, dtype=statistics)), *given

@@ -217,13 +217,15 @@ class Sim:
         return self
 
     def run_blocks(self, bids):
+        import tensor  # which imports this module
+
         nt = self.block
         T = self.T = len(bids) * nt
         self.tid = np.tile(np.arange(nt, dtype=np.uint32), len(bids))
         self.blk = np.repeat(np.arange(len(bids)), nt)
         self.bid = np.repeat(bids, nt)
         self.R = {}
-        self.copies = tensor.Copies(self)
+        self.copies, self.mma = tensor.Copies(self), tensor.mma
         self.sh = np.zeros((len(bids), max(self.shsz, 1)), np.uint8)
         self.init = np.zeros_like(self.sh, bool)
         self.own = np.full((T, self.k.local_size), 0xA5, np.uint8)  # local memory: junk until it is written
@@ -473,7 +475,7 @@ class Sim:
         if op[:2] == ["cp", "async"]:
             return self.copies.step(op, ops, a)
         if o == "mma":
-            return tensor.mma(self, op, ops, a)
+            return self.mma(self, op, ops, a)
         for x in op[1:]:
             if x not in BITS and x.split("::")[0] not in KNOWN:
                 raise NotImplementedError(f"modifier .{x}")
@@ -555,6 +557,8 @@ class Sim:
                 "or": np.bitwise_or.reduce,
                 "xor": np.bitwise_xor.reduce,
             }[op[2]]
+            if ty == "f32" and "NaN" not in op:  # NaN does not take part
+                f = {"max": np.fmax.reduce, "min": np.fmin.reduce}[op[2]]
             for x in np.unique(w):
                 r[w == x] = f(v[w == x]).astype(v.dtype)
             P(r)
@@ -815,6 +819,3 @@ class Sim:
     def check(self, a, m):
         if self.late(a, m).any():
             raise PtxError("warp collective: lanes of its mask are missing")
-
-
-import tensor  # noqa: E402  it raises PtxError

@@ -1,4 +1,4 @@
-"""Two more things that compiled code does with matrices, for `ptx.Sim`: copies to shared memory that end later, and mma.sync."""
+"""Two more things that compiled code does with matrices, for `ptx.Sim`: copies to shared memory that end later; mma.sync."""
 
 from __future__ import annotations
 
