@@ -101,6 +101,8 @@ def linear_gradient_tile(itemsize: int, of_rows: bool) -> LinearTile:
     classes (or rows), read and write the least."""
     if itemsize == 2:
         return LinearTile(64, 128, 32, 8, 3) if of_rows else LinearTile(128, 64, 32, 8, 3)
+    if itemsize == 4:
+        return LinearTile(32, 64, 32, 8, 2) if of_rows else LinearTile(64, 32, 32, 8, 2)
     return linear_tile(itemsize)
 
 
