@@ -10,8 +10,7 @@ import nvcc
 import ptx
 import pytest
 import torch
-from calls import call_of
-from test_triton import nasty, truth
+from calls import call_of, nasty, truth
 
 from pylosses import cuda
 from pylosses.spec import LOSSES
