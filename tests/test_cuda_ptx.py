@@ -85,7 +85,7 @@ def test_ptx_computes_the_loss(name, sample, soft, form, dtype, arch):
         kernel = nvcc.short(launch.kernel)
         least, most = nvcc.reads(kernel, name)
         if spec.family == "select" and form == "pixels":
-            most *= 4  # a lane sees few classes: the list of the largest takes passes of its own
+            most *= 4  # a pass for every few ranks of the selection: seen are 8 for tta, 2 for ADR
         read = traffic[logits][0]
         assert least * once <= read <= most * once + (SINGLES * live * x.element_size() if most else 0), (kernel, read / once)
 
