@@ -4,19 +4,7 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
-#include "losses/list.h"
-#include "losses/families.h"
-#include "losses/cross_entropy.h"
-#include "losses/focal.h"
-#include "losses/target.h"
-#include "losses/logit_norm.h"
-#include "losses/hem.h"
-#include "losses/entropy.h"
-#include "losses/dice.h"
-#include "losses/dice_ce.h"
-#include "losses/tta.h"
-#include "losses/adr.h"
-#include "losses/cross_entropy_adr.h"
+#include "losses/all.h"
 
 namespace PYL_ISA {
 
