@@ -1,9 +1,10 @@
 """The region family: losses of sums over all positions of the batch or of each image, alone or beside cross-entropy.
 
-    I_c = sum_n s_n t_nc p_nc,   T_c = sum_n s_n t_nc,   P_c = sum_n s_n p_nc       t one-hot labels, p = softmax(x), s weights
-
-A formula turns the sums of a class into its loss and the derivatives by I and P (`ClassResult`); the driver writes
-    dL/dx_nj = s_n p_nj (q_nj - sum_c p_nc q_nc),   q_nc = t_nc dL/dI_c + dL/dP_c.
+    hit_c = sum_n s_n t_nc p_nc,   missed_c = sum_n s_n t_nc (1 - p_nc),   stray_c = sum_n s_n (1 - t_nc) p_nc
+                                                                            t one-hot labels, p = softmax(x), s weights
+Nothing cancels in them, be the positions right or wrong. A formula turns the sums of a class into its loss and two
+coefficients (`ClassResult`); the driver writes
+    dL/dx_nj = s_n p_nj (q_nj - sum_c p_nc q_nc),   q_nc = push_c - t_nc pull_c.
 Three kernels forward, of which the first alone sees the logits: it writes the sums of each program, so that the order of
 addition is fixed. One read each way when a block holds all classes, else two. Saved: the divisors of cross-entropy; m and d of
 each row (and cross-entropy's); two derivatives of each class and image; the number of images that count.
@@ -68,23 +69,23 @@ def forward(
         s = weights.s
         p_row = row_pointers(p_x, x_at, outer, rows)
         sums = Sums(zero - float("inf"), zero, zero, zero, zero)
-        m, d = zero - float("inf"), zero
+        m, d, others = zero - float("inf"), zero, zero
         if WHOLE:
             x = load_block(p_row, o_c, x_at, live, C, ACC)
         for start in range(0, BLOCK if WHOLE else C, BLOCK):
             o = start + o_c
             if not WHOLE:
                 x = load_block(p_row, o, x_at, live, C, ACC)
-            m, d = online(m, d, x)
+            m, d, others = online(m, d, others, x, o, labels)
             if CE_OPTIONS is not None:
                 sums = sums_add(sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
         d = tl.where(m == -float("inf"), float("nan"), d)
         if WHOLE:
-            parts = parts_add(parts, parts_of(x, m, d, o_c, labels, s))
+            parts = parts_add(parts, parts_of(x, m, d, others, o_c, labels, s))
         else:
             for start in range(0, C, BLOCK):
                 x = load_block(p_row, start + o_c, x_at, live, C, ACC)
-                store_parts(p_mine, start + o_c, C, parts_of(x, m, d, start + o_c, labels, s))
+                store_parts(p_mine, start + o_c, C, parts_of(x, m, d, others, start + o_c, labels, s))
         save(p_saved, rows, count, 0, m, live)
         save(p_saved, rows, count, 1, d, live)
         bad += tl.where(labels.bad, 1.0, 0.0)
@@ -155,7 +156,7 @@ def backward(
         o = start + o_c
         if not WHOLE:
             x = load_block(p_x, o, x_at, live, C, ACC)
-        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], scale, C, REDUCTION)
+        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], C, REDUCTION)
         leads = live[:, None] & (x == m[:, None])
         p = tl.where(leads | (live == 0)[:, None], 0.0, exp(x - m[:, None]) / d[:, None])
         inner += tl.sum(p * q, 1)
@@ -168,8 +169,8 @@ def backward(
         o = start + o_c
         if not WHOLE:
             x = load_block(p_x, o, x_at, live, C, ACC)
-        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], scale, C, REDUCTION)
-        g = weights.s[:, None] * (exp(x - m[:, None]) / d[:, None]) * ((q - leading[:, None]) - inner[:, None])
+        q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], C, REDUCTION)
+        g = (scale * weights.s)[:, None] * (exp(x - m[:, None]) / d[:, None]) * ((q - leading[:, None]) - inner[:, None])
         if CE_OPTIONS is not None:
             g += gradient_of(s, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
         store_block(p_grad, o, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))

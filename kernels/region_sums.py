@@ -13,9 +13,9 @@ from .tile import MEAN, NONE, Rows
 class Parts(NamedTuple):
     """What positions add to each class, [ROWS, BLOCK]."""
 
-    overlap: Any
-    target: Any
-    predicted: Any
+    hit: Any
+    missed: Any
+    stray: Any
     largest: Any  # log p, of which the largest counts
 
 
@@ -23,39 +23,43 @@ class ClassResult(NamedTuple):
     """Of each class, all [BLOCK]."""
 
     loss: Any
-    by_overlap: Any  # dL/dI
-    by_predicted: Any  # dL/dP
+    pull: Any  # taken from q at positions whose label it is
+    push: Any  # q at every position
     present: Any  # does a target have this class?
 
 
 @triton.jit
-def online(m, d, x):
-    """m and d with one block more."""
+def online(m, d, others, x, o_c, labels):
+    """m, d and the part of d that is not the label's, with one block more."""
     top = tl.maximum(m, tl.max(x, 1))
     base = tl.where(top == -float("inf"), 0.0, top)
-    return top, d * exp(m - base) + tl.sum(exp(x - base[:, None]), 1)
+    e = exp(x - base[:, None])
+    shrink = exp(m - base)
+    beside = tl.where(o_c[None, :] == labels.y[:, None], 0.0, e)
+    return top, d * shrink + tl.sum(e, 1), others * shrink + tl.sum(beside, 1)
 
 
 @triton.jit
-def parts_of(x, m, d, o_c, labels, s):
+def parts_of(x, m, d, others, o_c, labels, s):
     is_label = labels.live[:, None] & (o_c[None, :] == labels.y[:, None])
     z = x - m[:, None]
-    predicted = tl.where(labels.live[:, None], exp(z) / d[:, None] * s[:, None], 0.0)
+    p = tl.where(labels.live[:, None], exp(z) / d[:, None] * s[:, None], 0.0)
     largest = tl.where(labels.live[:, None], z - log(d)[:, None], -float("inf"))
-    return Parts(tl.where(is_label, predicted, 0.0), tl.where(is_label, s[:, None], 0.0), predicted, largest)
+    missed = others / d * s
+    return Parts(tl.where(is_label, p, 0.0), tl.where(is_label, missed[:, None], 0.0), tl.where(is_label, 0.0, p), largest)
 
 
 @triton.jit
 def parts_add(a, b):
-    return Parts(a.overlap + b.overlap, a.target + b.target, a.predicted + b.predicted, tl.maximum(a.largest, b.largest))
+    return Parts(a.hit + b.hit, a.missed + b.missed, a.stray + b.stray, tl.maximum(a.largest, b.largest))
 
 
 @triton.jit
 def store_parts(p, o_c, C, parts):
     """Over the positions, (4, C) at p."""
-    tl.store(p + o_c, tl.sum(parts.overlap, 0), o_c < C)
-    tl.store(p + C + o_c, tl.sum(parts.target, 0), o_c < C)
-    tl.store(p + 2 * C + o_c, tl.sum(parts.predicted, 0), o_c < C)
+    tl.store(p + o_c, tl.sum(parts.hit, 0), o_c < C)
+    tl.store(p + C + o_c, tl.sum(parts.missed, 0), o_c < C)
+    tl.store(p + 2 * C + o_c, tl.sum(parts.stray, 0), o_c < C)
     tl.store(p + 3 * C + o_c, tl.max(parts.largest, 0), o_c < C)
 
 
@@ -108,8 +112,9 @@ def class_losses(
     s = tl.full((), smooth, tl.float64)
     some = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, C, BLOCK):
-        some += class_of(p_totals, i_image, start + tl.arange(0, BLOCK), C, 1)
-    some = tl.max((some > 0).to(tl.int32), 0) > 0  # an image without counted positions has no loss
+        o_c = start + tl.arange(0, BLOCK)
+        some += class_of(p_totals, i_image, o_c, C, 0) + class_of(p_totals, i_image, o_c, C, 1)
+    some = tl.max(((some <= 0) == 0).to(tl.int32), 0) > 0  # an image without counted positions has no loss; NaN counts
     mass = tl.zeros((BLOCK,), tl.float64)
     total = mass
     for start in range(0, C, BLOCK):
@@ -142,20 +147,20 @@ def class_losses(
                 if REDUCTION == MEAN:
                     factor = tl.where(mass > 0, factor / tl.where(mass > 0, mass, 1.0), 0.0)
             at = p_slopes + i_image * 2 * C + o_c
-            tl.store(at, tl.where(factor == 0, 0.0, factor * r.by_overlap).to(p_slopes.dtype.element_ty), o_c < C)
-            tl.store(at + C, tl.where(factor == 0, 0.0, factor * r.by_predicted).to(p_slopes.dtype.element_ty), o_c < C)
+            tl.store(at, tl.where(factor == 0, 0.0, factor * r.pull).to(p_slopes.dtype.element_ty), o_c < C)
+            tl.store(at + C, tl.where(factor == 0, 0.0, factor * r.push).to(p_slopes.dtype.element_ty), o_c < C)
 
 
 @triton.jit
-def class_slopes(p_slopes, p_up, image, o_c, is_label, scale, C, REDUCTION: tl.constexpr):
-    """q [ROWS, BLOCK]."""
+def class_slopes(p_slopes, p_up, image, o_c, is_label, C, REDUCTION: tl.constexpr):
+    """q [ROWS, BLOCK], without the factor that all classes share: their differences are exact then."""
     at = image[:, None] * C + o_c[None, :]
     inside = (image >= 0)[:, None] & (o_c < C)[None, :]
-    by_predicted = tl.load(p_slopes + image[:, None] * 2 * C + (C + o_c)[None, :], inside, other=0.0)
-    by_overlap = tl.load(p_slopes + image[:, None] * 2 * C + o_c[None, :], inside & is_label, other=0.0)
-    q = by_predicted + by_overlap
+    push = tl.load(p_slopes + image[:, None] * 2 * C + (C + o_c)[None, :], inside, other=0.0)
+    pull = tl.load(p_slopes + image[:, None] * 2 * C + o_c[None, :], inside & is_label, other=0.0)
+    q = push - pull
     if REDUCTION == NONE:
         q = q * tl.load(p_up + at, inside, other=0.0)
         return tl.where(inside, q, 0.0)
     else:
-        return q * scale
+        return q

@@ -1,6 +1,6 @@
-"""Soft Dice of a class: L = 1 - (2 I + s) / (T + P + s), dL/dI = -2 / (T + P + s), dL/dP = (2 I + s) / (T + P + s)^2.
+"""Soft Dice of a class: with B = 2 hit + s and Z = B + missed + stray, L = (missed + stray) / Z, push = B / Z^2, pull = 2 / Z.
 
-An absent class (T = 0) without smoothing has the constant loss 1, or 0 where not even a prediction has mass.
+An absent class (hit + missed = 0) without smoothing has the constant loss 1, or 0 where not even a prediction has mass.
 """
 
 import triton
@@ -15,10 +15,11 @@ FAINTEST = tl.constexpr(-745.0)  # the logarithm of the smallest float64
 
 
 @triton.jit
-def classes(s, overlap, target, predicted, largest, OPTIONS: tl.constexpr):
+def classes(s, hit, missed, stray, largest, OPTIONS: tl.constexpr):
     """OPTIONS = (smooth > 0?, absent)."""
-    size = target + predicted + s
-    present = target > 0
+    both = 2.0 * hit + s
+    size = both + missed + stray
+    present = (hit + missed <= 0) == 0  # also when a position is NaN
     if OPTIONS[0]:
         constant = size == 0
         loss = size * 0.0
@@ -26,13 +27,12 @@ def classes(s, overlap, target, predicted, largest, OPTIONS: tl.constexpr):
         constant = present == 0
         loss = tl.where(largest > FAINTEST, 1.0, 0.0) + size * 0.0
     safe = tl.where(constant, 1.0, size)
-    score = (2.0 * overlap + s) / safe
-    loss = tl.where(constant, loss, 1.0 - score)
+    loss = tl.where(constant, loss, (missed + stray) / safe)
     if OPTIONS[1] == ZERO:
         constant = constant | (present == 0)
         loss = tl.where(present, loss, 0.0)
-    by_overlap = tl.where(constant, size * 0.0, -2.0 / safe)
-    return ClassResult(loss, by_overlap, tl.where(constant, size * 0.0, score / safe), present)
+    none = size * 0.0
+    return ClassResult(loss, tl.where(constant, none, 2.0 / safe), tl.where(constant, none, both / safe / safe), present)
 
 
 def region_features(over_image: float, absent: float, **more: object) -> dict:

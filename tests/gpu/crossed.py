@@ -23,11 +23,8 @@ import pylosses  # noqa: E402
 EVERYTHING = os.environ.get("PYLOSSES_GPU_TESTS") == "all"
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 SPECS = [s for s in LABELLED + UNLABELLED if all(s.why_not(backend) is None for backend in BACKENDS[1:])]
-KNOWN = {
-    ("dice", "peaked"): pytest.mark.xfail(strict=True, reason="Triton's losses of classes lose digits on confident pixels"),
-}
 CASES = [
-    pytest.param(spec, sample, kind, layout, id=f"{spec.name}{sample}-{kind}-{layout}", marks=KNOWN.get((spec.name, kind), ()))
+    pytest.param(spec, sample, kind, layout, id=f"{spec.name}{sample}-{kind}-{layout}")
     for spec in SPECS
     for sample in range(len(spec.samples) if EVERYTHING else 1)
     for kind, layout in (("plain", "rows"), ("peaked", "pixels"), ("ignored", "pixels"))
