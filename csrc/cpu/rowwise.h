@@ -43,6 +43,11 @@ template <class T, class F>
 PYL_INLINE void map_lanes(const T* p, int64_t n, T* out, F f, bool past = false) {
   write_lanes(out, n, [&](int64_t i) { return f(beside(p, i, n), i); }, past);
 }
+// memcpy of a row's length starts slowly: a quarter of HEM at 1000 classes.
+template <class T>
+PYL_INLINE void copy_lanes(const T* p, int64_t n, T* out) {
+  map_lanes(p, n, out, [](typename Lanes<T>::V v, int64_t) { return v; });
+}
 // u = scale softcap(x) + shift
 template <class T>
 struct Map {
@@ -84,7 +89,8 @@ Map<T> map_of(const Context<T>& c) {
 template <class T>
 struct RowReader {
   const Context<T>& c;
-  int64_t at, ready;  // where the row lies; classes of it that are converted
+  int64_t at, ready;    // where the row lies; classes of it that are converted
+  int64_t others = -1;  // first class of the block that the buffer holds without the label
   bool in_place, keeps, top_known = false;
   T top;           // of the last block, where its conversion saw it
   Scratch<T> row;  // converted, for drivers that walk along it more than once
@@ -95,13 +101,14 @@ struct RowReader {
         in_place(c.p.x_layout.class_stride == 1 && c.as_it_is()),
         keeps(again && !in_place),
         row(keeps ? c.p.classes + Lanes<T>::W : 1) {}
-  void seek(int64_t r) { at = c.p.x_layout.offset(r), ready = 0; }
+  void seek(int64_t r) { at = c.p.x_layout.offset(r), ready = 0, others = -1; }
   const T* raw(int64_t j, int64_t n) {
     int64_t stride = c.p.x_layout.class_stride;
     if (in_place) return static_cast<const T*>(c.p.x) + at + j;
     bool next = keeps && j == ready && n > 1;  // one number is a look at the label
     if (keeps && j + n <= ready) return row.data + j;
     T* out = next ? row.data + j : buffer;
+    if (!next) others = -1;
     top_known = false;
     if constexpr (sizeof(T) == 4) {
       if (c.p.dtype == Dtype::bf16 && stride == 1 && n % Lanes<T>::W == 0) {
@@ -116,9 +123,19 @@ struct RowReader {
   const T* mapped(const Map<T>& map, int64_t j, int64_t n, T* slope = nullptr) {
     const T* x = raw(j, n);
     if (map.identity()) return x;
-    top_known = false;
-    if (x != buffer) __builtin_memcpy(buffer, x, n * sizeof(T));
+    top_known = false, others = -1;
+    if (x != buffer) copy_lanes(x, n, buffer);
     map.apply(buffer, j, n, slope);
+    return buffer;
+  }
+  // The block that the label is in with -inf in its place; a second pass over a plain row finds it as the first left it.
+  const T* without_label(const Map<T>& map, int64_t j, int64_t n, int64_t y) {
+    top_known = false;
+    if (others == j && map.identity()) return buffer;
+    const T* u = mapped(map, j, n);
+    if (u != buffer) copy_lanes(u, n, buffer);
+    buffer[y - j] = -infinity<T>();
+    others = j, top_known = false;
     return buffer;
   }
 };
@@ -132,14 +149,8 @@ PYL_INLINE void over_blocks(int64_t begin, int64_t end, F f) {
 template <class T, class F>
 PYL_INLINE void over_others(RowReader<T>& x, const Map<T>& map, int64_t y, F f) {
   over_blocks(0, x.c.p.classes, [&](int64_t j, int64_t n) {
-    const T* u = x.mapped(map, j, n);
-    if (y >= j && y < j + n) {
-      if (u != x.buffer) __builtin_memcpy(x.buffer, u, n * sizeof(T));
-      x.buffer[y - j] = -infinity<T>();
-      x.top_known = false;
-      u = x.buffer;
-    }
-    f(u, j, n);
+    bool here = y >= j && y < j + n;
+    f(here ? x.without_label(map, j, n, y) : x.mapped(map, j, n), j, n);
   });
 }
 
