@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ def _bytes_saved(
 ) -> int:
     """Two divisors, K statistics of every row, bits (margin) or class sums (region)."""
     classes = shape[1 if len(shape) > 1 else 0]
-    rows = shape.numel() // classes
+    rows = math.prod(shape) // classes
     itemsize = ACCUMULATE[dtype].itemsize
     numbers = _LOSSES[kernel][1] + (kernel == "cross_entropy" and soft)  # the mass of soft targets
     size = (2 + rows * numbers) * itemsize

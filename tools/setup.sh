@@ -15,30 +15,61 @@ command -v "$PYTHON" >/dev/null || fail "no $PYTHON on the PATH; install Python 
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || fail "$PYTHON has no venv module; install python3-venv"
 command -v "${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || fail "no C++ compiler; install g++ (or set CXX)"
 
-if [ ! -f .venv/.torch ]; then
+pip() { .venv/bin/pip install -q --disable-pip-version-check "$@"; }
+# What pyproject.toml asks for: requirements of the build, and of the extras that are named.
+requirements() {
+    .venv/bin/python - "$@" <<'EOF'
+import sys
+from pip._vendor import tomli
+with open("pyproject.toml", "rb") as file:
+    project = tomli.load(file)
+wanted = project["build-system"]["requires"] + ["cmake>=3.18", "ninja"] if len(sys.argv) == 1 else project["project"]["dependencies"]
+for extra in sys.argv[1:]:
+    wanted += project["project"]["optional-dependencies"][extra]
+print(*wanted, sep="\n")
+EOF
+}
+build() {
+    # Instruction sets that this machine runs; `pip install .` builds all of them.
+    isas=$(grep -q avx512bw /proc/cpuinfo 2>/dev/null && echo 'avx2;avx512' || echo avx2)
+    export PATH="$PWD/.venv/bin:$PATH"
+    pip --no-build-isolation --no-deps -e . -C cmake.define.PYLOSSES_ISAS="$isas"
+    # The editable install also puts the source tree and the folder above it on sys.path, where everybody would take the folders
+    # in them for packages: transformers for one looks for a `kernels`.
+    sed -i '/^\//d' .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth
+}
+
+if [ ! -d .venv ]; then
     free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1024)}')
     [ "$free" -ge 3000 ] || fail "3000 MB of disk are needed for the environment, $free MB are free"
     say "creating .venv"
     "$PYTHON" -m venv .venv
-    say "installing torch 2.13.0"
-    .venv/bin/pip install -q --disable-pip-version-check torch==2.13.0
-    touch .venv/.torch
 fi
-
-# Rebuild when the kernels or the build changed.
+# Installed or built again when what it comes from changed.
 # CUDA kernels, where there is nvcc, for one architecture: make cuda-full builds them all.
 export PYLOSSES_CUDA_ARCHS="${PYLOSSES_CUDA_ARCHS-80}"
-stamp=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)
-if [ "$(cat .venv/.built 2>/dev/null || true)" != "$stamp" ]; then
-    say "installing the tools and building pylosses"
-    # Instruction sets that this machine runs; `pip install .` builds all of them.
-    isas=$(grep -q avx512bw /proc/cpuinfo 2>/dev/null && echo 'avx2;avx512' || echo avx2)
+tools=$(cksum <pyproject.toml)
+sources=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)
+old_tools=$(cat .venv/.tools 2>/dev/null || true)
+old_sources=$(cat .venv/.built 2>/dev/null || true)
+if [ "$old_tools" != "$tools" ]; then requirements | pip -r /dev/stdin; fi
+if [ "$old_sources" != "$sources" ]; then
+    say "building pylosses"
+    build >.venv/build.log 2>&1 &
+    building=$!
+fi
+if [ "$old_tools" != "$tools" ]; then  # meanwhile
+    say "installing torch 2.13.0 and the tools"
+    pip torch==2.13.0
     # Not newer than the Triton that the kernels were tested with; torch for CUDA has pinned an older one, which stays.
-    .venv/bin/pip install -q --disable-pip-version-check -e '.[bench,lint,test,transformers,triton]' torch==2.13.0 \
-        -C cmake.define.PYLOSSES_ISAS="$isas" 'triton<=3.9.0; sys_platform == "linux"'
-    # The editable install also puts the source tree and the folder above it on sys.path, where everybody would take the folders
-    # in them for packages: transformers for one looks for a `kernels`.
-    sed -i '/^\//d' .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth
-    echo "$stamp" >.venv/.built
+    requirements bench lint test transformers triton | pip -r /dev/stdin torch==2.13.0 'triton<=3.9.0; sys_platform == "linux"'
+    echo "$tools" >.venv/.tools
+fi
+if [ -n "${building-}" ]; then
+    wait "$building" || {
+        cat .venv/build.log >&2
+        fail "the build failed"
+    }
+    echo "$sources" >.venv/.built
 fi
 say "ready: $(.venv/bin/python -c 'import pylosses; print("pylosses", pylosses.__version__, "with", ", ".join(b.name for b in pylosses.backends() if b.available))')"

@@ -134,15 +134,8 @@ struct Tile {
     for (int64_t j = 0; j < c.p.classes; ++j)
       for (int64_t r = 0; r < padded; r += W) {
         T* at = tile.data + j * stride + r;
-        V x = load(at), u = x, du;
-        if (map.cap > 0) {
-          V t = tanh(x / map.cap, du);
-          Int<V> masked = x == -infinity<T>();  // stays masked
-          u = where(masked, x, map.cap * t);
-          du = where(masked, splat<V>(1), du) * map.scale;
-          store(slopes.data + j * stride + r, du);
-        }
-        u *= map.scale;
+        V du, u = map.unshifted(load(at), du);
+        if (map.cap > 0) store(slopes.data + j * stride + r, du);
         store(at, map.shift ? u + map.shift[j] : u);
       }
   }

@@ -148,21 +148,9 @@ struct LaneCrossEntropy {
 
   LaneCrossEntropy(const SelectCall<T>& call, const Tile<T>& t) : call(call), t(t), m{}, d{}, mass{}, loss{}, extra{} {}
 
-  static PYL_INLINE V mapped(const Map<T>& map, V x, V shift, V& du) {
-    V u = x;
-    du = splat<V>(map.scale);
-    if (map.cap > 0) {
-      V t = tanh(x / map.cap, du);
-      Int<V> masked = x == -infinity<T>();  // stays masked
-      u = where(masked, x, map.cap * t);
-      du = where(masked, splat<V>(1), du) * map.scale;
-    }
-    u *= map.scale;
-    return map.shift ? u + shift : u;
-  }
   PYL_INLINE V u(int64_t j, int64_t r, V& du) const {
-    const Map<T>& map = call.map;
-    return mapped(map, t.u(j, r), splat<V>(map.shift ? map.shift[j] : T(0)), du);
+    V u = call.map.unshifted(t.u(j, r), du);
+    return call.map.shift ? u + call.map.shift[j] : u;
   }
   PYL_INLINE V u(int64_t j, int64_t r) const {
     V du;
@@ -170,8 +158,8 @@ struct LaneCrossEntropy {
   }
   void find_label(int64_t r) {
     const T* shift = call.map.shift;
-    V own = shift ? t.gather(r, [&](int64_t, int64_t y) { return shift[y]; }) : V{};
-    u_label = mapped(call.map, t.u_label(r), own, du_label);
+    u_label = call.map.unshifted(t.u_label(r), du_label);
+    if (shift) u_label += t.gather(r, [&](int64_t, int64_t y) { return shift[y]; });
   }
   // m and d, from the sums of the row itself where u is x.
   void sums(int64_t r, const LaneRowSums<V>& row) {

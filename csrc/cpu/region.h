@@ -123,11 +123,22 @@ struct RegionTools {
   }
 };
 
-// Calls body(tools, area, partial) on every area, when areas are small.
+// How work is cut: small areas several a piece, large ones into several pieces.
+template <class E, class T>
+int64_t areas_a_piece(const Region<T>& g) {
+  return E::piece_rows(g.c.p.classes) / (g.area_rows ? g.area_rows : 1);
+}
+template <class E, class T>
+int64_t pieces_an_area(const Region<T>& g) {
+  int64_t rows = E::piece_rows(g.c.p.classes);
+  return (g.area_rows + rows - 1) / rows;
+}
+
+// Calls body(tools, area, piece, partial) on every area, when areas are small.
 template <class E, class T, class F>
 void over_small_areas(const Region<T>& g, Partial* total, F body) {
   const Problem& p = g.c.p;
-  int64_t each = E::piece_rows(p.classes) / (g.area_rows ? g.area_rows : 1);
+  int64_t each = areas_a_piece<E>(g);
   auto make = [&] { return RegionTools<E, T>(g.c); };
   for_pieces((g.areas + each - 1) / each, threads_for(p, p.classes), total, make,
              [&](RegionTools<E, T>& tools, int64_t piece, Partial& partial) {
@@ -139,7 +150,7 @@ void over_small_areas(const Region<T>& g, Partial* total, F body) {
 template <class E, class T, class F>
 void over_large_areas(const Region<T>& g, Partial* total, F body) {
   const Problem& p = g.c.p;
-  int64_t rows = E::piece_rows(p.classes), each = (g.area_rows + rows - 1) / rows;
+  int64_t rows = E::piece_rows(p.classes), each = pieces_an_area<E>(g);
   auto make = [&] { return RegionTools<E, T>(g.c); };
   for_pieces(g.areas * each, threads_for(p, p.classes), total, make,
              [&](RegionTools<E, T>& tools, int64_t piece, Partial& partial) {
@@ -151,7 +162,7 @@ void over_large_areas(const Region<T>& g, Partial* total, F body) {
 template <class E, class T>
 void small_areas_forward(const Region<T>& g, Partial& total, Partial& rows) {
   const Context<T>& c = g.c;
-  int64_t each = E::piece_rows(c.p.classes) / (g.area_rows ? g.area_rows : 1), pieces = (g.areas + each - 1) / each;
+  int64_t each = areas_a_piece<E>(g), pieces = (g.areas + each - 1) / each;
   Scratch<Partial> totals(pieces);
   for (int64_t i = 0; i < pieces; ++i) totals.data[i] = Partial();
   over_small_areas<E>(g, &rows, [&](RegionTools<E, T>& tools, int64_t area, int64_t piece, Partial& partial) {
@@ -170,8 +181,7 @@ void small_areas_forward(const Region<T>& g, Partial& total, Partial& rows) {
 template <class E, class T>
 void large_areas_forward(const Region<T>& g, Partial& total, Partial& rows) {
   const Context<T>& c = g.c;
-  int64_t classes = c.p.classes, piece_rows = E::piece_rows(classes), each = (g.area_rows + piece_rows - 1) / piece_rows;
-  int64_t size = ClassSums::size(classes);
+  int64_t classes = c.p.classes, each = pieces_an_area<E>(g), size = ClassSums::size(classes);
   Scratch<double> memory(g.areas * (each ? each : 1) * size);
   auto sums_of = [&](int64_t piece) { return ClassSums(memory.data + piece * size, classes); };
   over_large_areas<E>(g, &rows, [&](auto& tools, int64_t, int64_t piece, int64_t begin, int64_t end, Partial& partial) {

@@ -55,22 +55,25 @@ struct Map {
   const T* shift;
   bool identity() const { return scale == 1 && cap == 0 && !shift; }
 
+  // u before the shift; `du` takes du/dx.
+  template <class V>
+  PYL_INLINE V unshifted(V x, V& du) const {
+    du = splat<V>(scale);
+    if (cap == 0) return x * scale;
+    V t = tanh(x / cap, du);
+    Int<V> masked = x == -infinity<T>();  // stays masked
+    du = where(masked, splat<V>(1), du) * scale;
+    return where(masked, x, cap * t) * scale;
+  }
   // In place on classes j.. ; `slope`, if given, takes du/dx.
   void apply(T* x, int64_t j, int64_t n, T* slope) const {
     typedef typename Lanes<T>::V V;
     map_lanes(x, n, x, [&](V v, int64_t i) {
-      V u = v, du = splat<V>(scale);
-      if (cap > 0) {
-        V t = tanh(v / cap, du);
-        Int<V> masked = v == -infinity<T>();  // stays masked
-        u = where(masked, v, cap * t);
-        du = where(masked, splat<V>(1), du) * scale;
-      }
+      V du, u = unshifted(v, du);
       if (slope) {
         if (i + Lanes<T>::W <= n) store(slope + i, du);
         else store_some(slope + i, n - i, du);
       }
-      u *= scale;
       return shift ? u + beside(shift + j, i, n) : u;
     });
   }

@@ -70,10 +70,10 @@ struct RegionRows {
         u_label = rows.at_label(y, 1, du);
         if (c.stats) c.stat(2, row) = online.centre(), c.stat(3, row) = static_cast<T>(online.sum);
       }
-      emit(row, y, w, online, u_label, *partial);
+      emit(row, w, online, u_label, *partial);
     }
   }
-  void emit(int64_t row, int64_t, const RowWeights<T>& w, const OnlineSum<T>& online, double u_label, Partial& partial) {
+  void emit(int64_t row, const RowWeights<T>& w, const OnlineSum<T>& online, double u_label, Partial& partial) {
     SoftmaxRow<V> one = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
     if (smooth) {
       double spread = 0, log_d = __builtin_log(online.sum);
