@@ -82,6 +82,7 @@ struct Tile {
           auto label = labels[begin + r];
           y[r] = label == c.p.ignore_index ? -1 : static_cast<typename Lanes<T>::IntScalar>(label);
         }
+        for (int64_t r = 0; r < rows; r += 64 / sizeof *labels) fetch(labels + begin + rows + r);  // of the next tile
       });
     for (int64_t r = 0; r < padded; ++r) live[r] = w[r] = mass[r] = sample[r] = y[r] >= 0;
     if (c.weight || c.factor || c.sample)

@@ -54,9 +54,8 @@ struct RegionTiles {
       read();
       for (int64_t r = 0; r < t.padded; r += W) {
         t.fetch_next(r);
-        V u_label = t.u_label(r);
         LaneSums<V> s = lane_sums<Moment::none, false, true>(t, r, splat<V>(1));
-        V e_label = t.gather(r, [&](int64_t i, int64_t y) { return e[y * stride + i]; });
+        V e_label = where(load(t.live + r) != 0, exp_below(s.x_label - s.m), V{});
         V scale = where(load(t.live + r) != 0, load(t.sample + r) / (s.d + e_label), V{});
         V hit = e_label * scale, miss = s.d * scale;
         store(gain + r, scale);
@@ -67,14 +66,14 @@ struct RegionTiles {
           e[y * stride + r + i] = 0;
         }
         if (save) t.save(0, r, s.m), t.save(1, r, s.d);
-        if (ce && !mapped && partial) emit(r, s.m, s.d, u_label);
+        if (ce && !mapped && partial) emit(r, s.m, s.d, s.x_label);
       }
       for (int64_t j = 0; j < c.p.classes; ++j) into.stray[j] += weighted_sum(e + j * stride);
       if (!mapped || !partial) return;
       t.apply_map();
       for (int64_t r = 0; r < t.padded; r += W) {
         LaneSums<V> s = lane_sums<Moment::none, false, false>(t, r, splat<V>(1));
-        emit(r, s.m, s.d, t.u_label(r));
+        emit(r, s.m, s.d, s.x_label);
         if (save) t.save(2, r, s.m), t.save(3, r, s.d);
       }
     });

@@ -5,10 +5,10 @@
 
 namespace PYL_ISA {
 
-// m, d and the second sum of OnlineSum, for a vector of rows
+// m, d and the second sum of OnlineSum, for a vector of rows, and the logits of their labels
 template <class V>
 struct LaneSums {
-  V m, d, moment;
+  V m, d, moment, x_label;
 };
 
 // All: over all classes, not only those beside the label. Exponentials are kept where the gradient is written ahead.
@@ -24,11 +24,12 @@ LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename L
   for (int64_t j = 0; j < classes; ++j) m = larger(load(x + j * stride), m);
   if (kind != Moment::none) m *= late;
   m = where(m == -infinity<T>(), V{}, m);
-  auto unless_label = [&](int64_t j, V v) {
-    return All ? v : where(labels == static_cast<typename Lanes<T>::IntScalar>(j), V{}, v);
-  };
+  auto is_label = [&](int64_t j) { return labels == static_cast<typename Lanes<T>::IntScalar>(j); };
+  auto unless_label = [&](int64_t j, V v) { return All ? v : where(is_label(j), V{}, v); };
+  V x_label{};
   V d = sum_over<V>(classes, [&](int64_t j) {
     V u = load(x + j * stride), e = exp_below((kind == Moment::none ? u : u * late) - m);
+    if constexpr (!All) x_label = where(is_label(j), u, x_label);  // cheaper than to gather them
     if constexpr (Keep) store(kept + j * stride, e);
     return unless_label(j, e);
   });
@@ -37,7 +38,7 @@ LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename L
       V v = load(x + j * stride), u = v * late - m, e = Keep ? load(kept + j * stride) : exp_below(u);
       return unless_label(j, where(v == -infinity<T>(), V{}, e * (kind == Moment::of_x ? v : u)));
     });
-  return {m, d, moment};
+  return {m, d, moment, x_label};
 }
 template <Moment kind, bool All, class T>
 LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename Lanes<T>::V late) {
@@ -165,8 +166,9 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       if (ahead) g.set_soft(t, r, s.m, s.d, mass);
     };
     auto labelled = [&](int64_t r) {
-      V late = norm ? lane_norm_scale(t, r) : splat<V>(1), x_label = t.u_label(r);
+      V late = norm ? lane_norm_scale(t, r) : splat<V>(1);
       LaneSums<V> s = norm ? lane_sums<Moment::of_x, false>(t, r, late) : lane_sums<Moment::none, false>(t, r, late);
+      V x_label = s.x_label;
       SoftmaxRow<V> row = lane_row(s.m, s.d, x_label, late, load(t.w + r));
       if (smooth)
         row.spread = lane_spread(t, r, s.m, where(row.a > 0, log_sum(s.d) + row.nll_miss(), (x_label - s.m) + row.nll()));
