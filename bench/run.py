@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from pylosses.spec import LOSSES, LossSpec
 
-from . import report, shapes
+from . import against, report, shapes
 from .providers import variants
 from .shapes import Shape
 from .timing import EXACT_MALLOC
@@ -96,6 +96,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         print("pylosses bench: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
+    try:
+        earlier = report.Record.load(arguments.against) if arguments.against else None
+    except (OSError, ValueError, KeyError) as error:
+        print(f"pylosses bench: error: --against {arguments.against} is no record of a run: {error}", file=sys.stderr)
+        return 2
     budget, least = EFFORT["quick" if arguments.quick else "full"]
     budget = arguments.budget or budget
     settings = {
@@ -115,6 +120,8 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         stopped = True
     report.table(record.rows, console)
+    if earlier is not None:
+        against.show(earlier, record, console)
     if arguments.plot:
         for file in report.plots(record, arguments.plot):
             console.print(f"wrote {file}", highlight=False)
@@ -142,10 +149,9 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
         if arguments.quick and not asked:
             compile = compile and (spec.name, shape.name) in QUICK_COMPILED
         elif not asked:
-            central = shape.name in shapes.CENTRAL or shape.kind in ("linear", "contrastive")
-            compile = compile and (central or shape.name in shapes.ONE_OF_EACH_KIND)
-            both = both and central and spec.name in (*shapes.MAIN_LOSSES, "linear_cross_entropy")
-            dtypes = dtypes if spec.name in shapes.MAIN_LOSSES and shape.name in shapes.CENTRAL else dtypes[:1]
+            compile = compile and shapes.compiled_in_full_run(spec.name, shape)
+            both = both and shapes.is_central(spec.name, shape.name)
+            dtypes = dtypes if spec.name in shapes.SWEEP_LOSSES and shape.name in shapes.CENTRAL else dtypes[:1]
         for dtype in dtypes:
             for i, own in enumerate(variants(spec, arguments.peers)):
                 text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())

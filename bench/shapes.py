@@ -81,12 +81,22 @@ QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contras
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
 #: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled,
-#: in half precision, with both allocators. The other losses run at one shape of each kind.
+#: with both allocators, the first two in half precision too. The other losses run at one shape of each kind.
 MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
 SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
 LARGEST = ("llama3", "gemma")
 CENTRAL = ("imagenet", "llama", "cityscapes")
 ONE_OF_EACH_KIND = ("imagenet", "llama-quick", "cityscapes-quick", "contrastive", "linear")
+
+
+def is_central(name: str, shape: str) -> bool:
+    """Whether a full run measures the loss `name` at `shape` with both allocators."""
+    return (name in MAIN_LOSSES and shape in CENTRAL) or (name == "linear_cross_entropy" and shape == "linear")
+
+
+def compiled_in_full_run(name: str, shape: Shape) -> bool:
+    """Whether a full run has torch.compile at `shape`: it takes many seconds a graph."""
+    return is_central(name, shape.name) or (name not in MAIN_LOSSES and shape.name in ("llama-quick", "cityscapes-quick"))
 
 
 def in_full_run(name: str, spec: LossSpec, shape: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -18,9 +19,9 @@ from pylosses import cli
 from pylosses.checking import function_of
 from pylosses.spec import LOSSES
 
-eager, gate, parity, peers, providers, report, run, shapes, timing, worker = (
+against, eager, gate, parity, peers, providers, report, run, shapes, timing, worker = (
     cli.bench_module(name)
-    for name in ("eager", "gate", "parity", "peers", "providers", "report", "run", "shapes", "timing", "worker")
+    for name in ("against", "eager", "gate", "parity", "peers", "providers", "report", "run", "shapes", "timing", "worker")
 )
 
 ROWS = shapes.Shape("rows", (12, 40), "rows")
@@ -322,6 +323,7 @@ def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
         (["--dtype", "int8"], "unknown dtype 'int8'; the dtypes are: float32"),
         (["--loss", "auroc"], "nothing to measure: auroc does not take any shape"),
         (["--loss", "dice", "--shape", "cifar"], "nothing to measure: dice does not take cifar"),
+        (["--against", "nowhere.json"], "--against nowhere.json is no record of a run"),
     ],
 )
 def test_options_that_make_no_sense_are_exit_code_2(options, message, capsys):
@@ -342,6 +344,35 @@ def test_the_table_shows_failures_and_reasons_instead_of_numbers():
     lines = {line.split("  ")[1]: line for line in out.getvalue().splitlines() if line.startswith("  ")}
     assert "FAILED: largest error of the loss is 1e-02" in lines["eager"]
     assert "not installed: pip install absent" in lines["absent"]
+
+
+def test_runs_are_compared_by_their_ratios(tmp_path):
+    """Long times alone, and only ratios that moved by more than 15 % are named."""
+    old = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "old.json", None)
+    old.add(some_rows())
+    rows = [row for row in old.rows if "both" in row.get("ratio", {})]
+    assert rows, "no ratios to compare"
+    for row in rows:
+        row["ms"]["both"]["median"] = 100.0
+        row["ratio"]["both"]["median"] = 10.0
+    new = report.Record.start({"device": "cpu", "threads": 1}, None, None)
+    new.rows = copy.deepcopy(old.rows)
+
+    def said():
+        out = io.StringIO()
+        against.show(old, new, Console(file=out, width=170))
+        return out.getvalue()
+
+    moved = next(row for row in new.rows if "both" in row.get("ratio", {}))
+    moved["ratio"]["both"]["median"] = 11.4
+    assert f"{len(rows)} of {len(rows)} ratios" in said()
+    moved["ratio"]["both"]["median"] = 11.6
+    assert f"{len(rows) - 1} of {len(rows)} ratios" in said() and f"{moved['provider']} 10.00x -> 11.60x" in said()
+    moved["ms"]["both"]["median"] = 2.0  # ours takes 0.2 ms
+    assert f"{len(rows) - 1} of {len(rows) - 1} ratios" in said()
+    old.add([])  # written as they are now
+    assert against.main([str(tmp_path / "old.json"), str(tmp_path / "old.json")]) == 0
+    assert against.main([]) == 2
 
 
 def test_pictures_are_drawn_from_a_record(tmp_path):

@@ -1,0 +1,86 @@
+"""How far two runs of the bench agree: the ratios of one against those of another.
+
+``pylosses bench --against OLD.json`` ends with it; ``python -m pylosses.bench.against OLD.json NEW.json`` compares two records.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from .report import Record, Row, title_of
+
+SAME = 1.15  #: ratios closer than this are the same on a machine with neighbours
+LEAST_MS = 1.0  #: times below are mostly call overhead
+
+
+class Change(NamedTuple):
+    """A provider's time / our time in both runs."""
+
+    title: str
+    provider: str
+    old: float
+    new: float
+    noisy: bool  #: one of the runs was disturbed
+
+    @property
+    def factor(self) -> float:
+        return max(self.new / self.old, self.old / self.new)
+
+
+def changes(old: list[Row], new: list[Row]) -> list[Change]:
+    """Of every ratio that both runs have, above a millisecond."""
+    before = {_key(row): row for row in old}
+    found = []
+    for row in new:
+        other = before.get(_key(row))
+        if other is None or not (_is_long(row) and _is_long(other)):
+            continue
+        title = title_of(row) + ("" if row["allocator"] == "default" else f", {row['allocator']}")
+        noisy = any((r.get("noise") or {}).get("noisy") for r in (row, other))
+        ratios = [r["ratio"]["both"]["median"] for r in (other, row)]
+        found.append(Change(title, row["provider"], *ratios, bool(noisy)))
+    return found
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    names = ("loss", "arguments", "shape", "dtype", "device", "threads", "allocator", "provider")
+    return tuple(row["sizes"]), *(row[name] for name in names)
+
+
+def _is_long(row: Row) -> bool:
+    """Has it a ratio of times that are worth one?"""
+    ratio = row.get("ratio", {}).get("both")
+    return ratio is not None and row["ms"]["both"]["median"] / max(ratio["median"], 1.0) >= LEAST_MS
+
+
+def show(old: Record, new: Record, console: Console) -> None:
+    """How many ratios are the same, and those that are not, the farthest first."""
+    found = sorted(changes(old.rows, new.rows), key=lambda change: -change.factor)
+    other = [change for change in found if change.factor > SAME]
+    console.print(
+        f"{len(found) - len(other)} of {len(found)} ratios above {LEAST_MS:g} ms are within {SAME - 1:.0%} of those of "
+        f"{old.header['run']} ({old.header['commit']})",
+        highlight=False,
+    )
+    for change in other:
+        noise = ", noisy" if change.noisy else ""
+        console.print(
+            f"  {change.title}: {change.provider} {change.old:.2f}x -> {change.new:.2f}x{noise}", highlight=False, markup=False
+        )
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print("usage: python -m pylosses.bench.against OLD.json NEW.json", file=sys.stderr)
+        return 2
+    old, new = (Record.load(Path(file)) for file in arguments)
+    show(old, new, Console() if sys.stdout.isatty() else Console(width=170))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
