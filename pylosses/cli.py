@@ -57,9 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--peers", action="store_true", help="other libraries too, as far as they are installed")
     command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and all rows to FILE")
     command.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots to DIR")
-    command.add_argument(
-        "--against", type=Path, metavar="FILE", help="name the ratios that differ from an earlier --json"
-    )
+    command.add_argument("--against", type=Path, metavar="FILE", help="name the ratios that differ from an earlier --json")
     command.add_argument("--quick", action="store_true", help="the short set: main losses at reduced shapes, under 3 minutes")
     command.add_argument("--budget", type=float, metavar="S", help="seconds of timing for each configuration")
     command.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes time to compile")
