@@ -124,8 +124,8 @@ def test_a_removed_barrier_is_found():
     call, x, _ = problem("cross_entropy", 0, False, "long", torch.float32)
     pattern = r"bar\.sync[^;]*;"
     passed, found = 0, 0
-    for kernel, count in (("softmax_rows", 9), ("divide_sums", 2)):
-        for which in range(count):
+    for kernel, barriers in (("softmax_rows", 9), ("divide_sums", 2)):
+        for which in range(barriers):
             try:
                 nvcc.run("sm_80", call, x, edit=without(pattern, kernel, which, "trap;"))
                 continue  # a way that this loss does not take

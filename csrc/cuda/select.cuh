@@ -1,7 +1,7 @@
 // The select family, without labels but for the cross-entropy beside ADR: the largest logits of a row, in order, beside the
-// moments of its softmax. Each thread has a list of its best classes; the best of the group is the next rank, and a thread looks
-// through its classes again only when it has lost a whole list: a group of lanes reads a row once, a single lane, as for pixels,
-// 1 + min(ranks - 1, C) / kShortlist times. Backward reads once.
+// moments of its softmax. Each thread has a list of its best classes; the best of the group is the next rank, and a thread
+// looks through its classes again only when it has lost a whole list: a group of lanes reads a row once, a single lane, as for
+// pixels, 1 + min(ranks - 1, C) / kShortlist times. Backward reads once.
 #pragma once
 #include "cuda/select_row.cuh"
 
