@@ -165,7 +165,7 @@ def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[tuple[str, int
                 cells += [f"{DEVICES[arch].name} ({arch})", warps, *of[:3], occupancy(of, warps, arch)]
                 if reads:
                     each = (reads + (kernel.endswith("_gradient"))) * x.element_size()
-                    cells += [each, "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
+                    cells += [f"{each:.3g}", "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
                 else:
                     cells += ["-"] * 3
                 yield f"| {' | '.join(map(str, cells))} |", of.spilled

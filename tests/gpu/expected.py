@@ -38,7 +38,8 @@ def check(backend: str, name: str, sample: int, call: Call, x: Tensor, up: Tenso
     loss, gradient = truth(name, sample, call, x, up)
     single = 1e-12 if x.dtype == torch.float64 else 4e-6
     assert float((got.loss - loss).abs()) <= single * max(float(loss.abs()), 1e-3)
-    rounding = torch.finfo(x.dtype).eps if x.element_size() == 2 else 0
+    # Autograd through p^q, say, is off by 2.3e-12 itself, where the kernels, by long double, are right to 2e-15.
+    rounding = {2: torch.finfo(x.dtype).eps, 4: 0, 8: 1e-11}[x.element_size()]
     tiny = torch.finfo(x.dtype).tiny
     assert float((got.gradient.double() - gradient).abs().max()) <= (single + rounding) * float(gradient.abs().max()) + tiny
     check_saved(backend, name, arguments_of(name, sample, x), call, x, got.saved, single)
@@ -56,6 +57,7 @@ def check_saved(
     counted = torch.ones(rows, dtype=torch.bool) if call.y is None else call.y.reshape(-1) != call.ignore_index
     found = statistics(spec, own, call, x)
     kind = "soft" if call.soft is not None and spec.family == "softmax" else kind_of(spec)
+    kept = found.get("mark", counted) != 0  # a row that a filter leaves out needs no other number
     compared = 0
     for number, what in enumerate((*PLACES[backend, kind], *more)):
         if what not in found:
@@ -67,7 +69,8 @@ def check_saved(
         difference = torch.where(row.double() == wanted, 0, (row.double() - wanted).abs())  # the largest of no logits is -inf
         # e^(x - m) of float32 logits: the difference is rounded, at up to 200; what is subnormal has fewer digits
         allowed = 8 * single * size + torch.finfo(row.dtype if row.is_floating_point() else x.dtype).tiny
-        assert (difference <= allowed)[counted].all(), f"{what} of rows: {row} is not {wanted}"
+        asked = counted if what in ("mark", "slope") else counted & kept
+        assert (difference <= allowed)[asked].all(), f"{what} of rows: {row} is not {wanted}"
         compared += 1
     assert compared >= 2
 
@@ -95,8 +98,7 @@ def statistics(spec: LossSpec, own: dict[str, Any], call: Call, x: Tensor) -> di
         if kind == "select":
             found |= _select(x, own.get("k", 0 if spec.name == "sparse_cl" else 5), own.get("skip", 5), own.get("form", "nl"))
         kept = found["entropy"] < own["max_entropy"] if own.get("max_entropy") is not None else torch.ones(len(x)).bool()
-        found |= {"mark": kept.double(), "slope": kept.double()}
-        return {name: torch.where(kept, value, 0) for name, value in found.items()}
+        return found | {"mark": kept.double(), "slope": kept.double()}
     if kind == "adr":
         found |= _adr(x, **own)
     if kind == "region":
@@ -156,7 +158,8 @@ def _margin(
     t = errors.mean(1) if threshold else torch.zeros(len(x), dtype=torch.float64)
     kept = (errors >= t[:, None]) & (raw > 0)
     divisor = kept.sum(1).clamp(min=1).double() if above_zero else torch.full((len(x),), float(x.shape[1])).double()
-    factor = torch.where(kept.any(1), 1 / divisor, 0)
+    weight = 1.0 if call.weight is None else call.weight.double()[y]
+    factor = torch.where(kept.any(1), weight / divisor, 0)
     return {"threshold": t, "factor": factor, "slopes": torch.where(kept, slopes, 0).sum(1)}
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,22 +156,30 @@ def short(name: str) -> str:
 SHORTLIST = int(re.search(r"kLanesShortlist = (\d+)", (ROOT / "csrc" / "cuda" / "tuning.h").read_text())[1])  # type: ignore[index]
 
 
-def reads(launch: Launch, call: Call, x: Tensor) -> tuple[int, int]:
+def reads(launch: Launch, call: Call, x: Tensor) -> tuple[float, float]:
     """The traffic model: (least, most) times that a kernel reads each logit of a row that counts, besides a few single ones.
 
-    They differ for the margin family alone, which reads on only where there are errors.
+    They differ where it depends on the logits: rows without errors and rows that a filter leaves out are not read again.
     """
     kernel = short(launch.kernel)
     family, _, what = kernel.partition("_")
     if what == "gradient":
-        return (0 if family == "margin" else 1, 2 if family == "region" else 1)
+        filtered = family == "margin" or call.kernel in ("entropy", "tta") and call.scalars[-1] != 0
+        return (0 if filtered else 1, 2 if family == "region" else 1)
     if kernel == "softmax_rows":
         return (2, 2) if call.kernel == "logit_norm" and not split(x) else (1, 1)  # split rows take a launch for each pass
     if kernel == "margin_rows":
         return (0, 1) if split(x) else (1, 2) if call.scalars[4] != 0 else (1, 1)
     if kernel == "select_rows":
-        again = min(ranks_of(call) - 1, x.shape[1]) // SHORTLIST if x.dim() > 2 else 0  # a lane has the whole row
-        return (1 + again, 1 + again)
+        again = ranks_of(call) - 1
+        if x.dim() > 2:  # a lane has the whole row
+            again = min(again, x.shape[1]) // SHORTLIST
+            return (1 + again, 1 + again)
+        if x.shape[1] <= 1024:  # lanes have but a few classes each
+            return (1, 1)
+        classes, chunk = x.numel() / launch.grid[0], max(16 // x.element_size(), 4)  # of a block, of a vector
+        share = chunk * (1 + ceil(classes / chunk / launch.block[0])) / classes  # of the one thread that looks again
+        return (1, 1 + again * share)
     return (1, 1) if what in ("rows", "class_sums", "pixel_sums") else (0, 0)
 
 
