@@ -142,7 +142,7 @@ def over_classes(known: dict[str, Any], kernel: Any, K: int, dtype: torch.dtype,
 
 def over_rows(known: dict[str, Any], kernel: Any, **more: Any) -> None:
     """Launch a kernel over the rows alone."""
-    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1, "crowded": False} | more
+    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1} | more
     launch(kernel, (triton.cdiv(known["count"], ROWS_ALONE),), **given)
 
 

@@ -191,7 +191,7 @@ def _select(x: Tensor, k: int, skip: int, form: str) -> dict[str, Tensor]:
 def _adr(x: Tensor, top: int, phi: str = "entropy", norm: str = "l2", **_: Any) -> dict[str, Tensor]:
     value, at = _ranked(x)
     n = x.shape[1]
-    moments, p = _moments(x), torch.softmax(x, 1)
+    moments = _moments(x)
     e, rest, d = torch.exp(value[:, 1:]), moments["rest"], moments["d"]
     l1 = norm == "l1"
     chosen = e[:, : top - 1].sum(1) if l1 else (e[:, : top - 1] ** 2).sum(1)
@@ -200,7 +200,9 @@ def _adr(x: Tensor, top: int, phi: str = "entropy", norm: str = "l2", **_: Any) 
     found |= {"class first": at[:, 0], "class last": at[:, min(top, n) - 1]}
     if phi == "entropy":
         return found | {"second": moments["mu"], "phi": moments["entropy"] / math.log(max(n, 2))}
-    return found | {"second": (e * e).sum(1), "phi": n / max(n - 1, 1) * (p * (1 - p)).sum(1)}
+    p = e / d[:, None]
+    variance = rest / d**2 + (p * (1 - p)).sum(1)  # the largest has 1 - p = rest / d
+    return found | {"second": (e * e).sum(1), "phi": n / max(n - 1, 1) * variance}
 
 
 def check_classes(
