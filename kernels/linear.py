@@ -107,8 +107,13 @@ def known_of(formula: Formula, call: Any, layer: Layer, saved: Tensor) -> dict[s
         "D": h.shape[1], "count": len(h), "ignore": call.ignore_index, "p_saved": saved,
         **{f"k{i}": number for i, number in enumerate(given)}, "FORMULA": formula.row, "OPTIONS": options, **features,
         "REDUCTION": REDUCTIONS[call.reduction], "TYPE": names[kind], "PRECISION": "ieee" if exact else "tf32",
-        "ACC": tl.float64 if double else tl.float32, **tiled(linear_tile(kind.itemsize)),
+        "ACC": tl.float64 if double else tl.float32, **tiled(linear_tile(kind.itemsize, is_crowded(call, features))),
     }  # fmt: skip
+
+
+def is_crowded(call: Any, features: dict[str, Any]) -> bool:
+    """Whether a loss does more to a logit than plain sums: a shift, softcap, smoothing, LogitNorm, powers of errors."""
+    return call.shift is not None or any(features.get(name) for name in ("CAPPED", "SMOOTH", "NORM", "POWER"))
 
 
 def tiled(tile: LinearTile) -> dict[str, int]:
@@ -137,7 +142,7 @@ def over_classes(known: dict[str, Any], kernel: Any, K: int, dtype: torch.dtype,
 
 def over_rows(known: dict[str, Any], kernel: Any, **more: Any) -> None:
     """Launch a kernel over the rows alone."""
-    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1, "crowded": False} | more
+    given = known | {"ROWS": ROWS_ALONE, "num_warps": 4, "num_stages": 1} | more
     launch(kernel, (triton.cdiv(known["count"], ROWS_ALONE),), **given)
 
 
@@ -173,14 +178,15 @@ def launch_backward(
     known |= ordered(slopes.ne(0).any(0))
     known |= {"p_slopes": slopes, "GRADIENT": family.gradient, "FEATURES": family.constants(known)}
     h = w = b = None
+    kind = known["TYPE"].primitive_bitwidth // 8, is_crowded(call, known)
     if wanted[0]:
-        known |= tiled(linear_gradient_tile(known["TYPE"].primitive_bitwidth // 8, True))
+        known |= tiled(linear_gradient_tile(*kind, of_rows=True))
         rows = triton.cdiv(count, known["ROWS"])
         parts, each = parts_of(rows, classes, known["BLOCK"], count * features * saved.element_size())
         h = saved.new_zeros((parts, count, features))
         launch(d_hidden, (rows, parts), p_grad=h, each=each, **known)
     if wanted[1] or wanted[2]:
-        known |= tiled(linear_gradient_tile(known["TYPE"].primitive_bitwidth // 8, False))
+        known |= tiled(linear_gradient_tile(*kind, of_rows=False))
         blocks = triton.cdiv(classes, known["BLOCK"])
         parts, each = parts_of(blocks, count, known["ROWS"], classes * features * saved.element_size())
         w = saved.new_zeros((parts, classes, features)) if wanted[1] else None

@@ -141,35 +141,31 @@ def forward(
     t = zero
     read = live
     o_c = tl.arange(0, BLOCK)
-    if WHOLE:
+    if WHOLE:  # the errors stay in registers
         raw = raw_errors(p_x, x_at, o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-        nan = nan | has_nan(raw)
-        if THRESHOLD:
-            e, _ = errors_of(raw, k, POWER)
-            t = threshold(tl.sum(e, 1).to(tl.float64), tl.max(e, 1), C)
-        kept, kept_count, slopes = kept_of(raw, t, k, POWER)
-    else:
-        if THRESHOLD:
-            total = tl.zeros((ROWS,), tl.float64)
-            largest = zero
-            for start in range(0, C, BLOCK):
+    if THRESHOLD:
+        total = tl.zeros((ROWS,), tl.float64)
+        largest = zero
+        for start in range(0, BLOCK if WHOLE else C, BLOCK):
+            if not WHOLE:
                 raw = raw_errors(p_x, x_at, start + o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-                nan = nan | has_nan(raw)
-                e, _ = errors_of(raw, k, POWER)
-                total += tl.sum(e, 1).to(tl.float64)
-                largest = tl.maximum(largest, tl.max(e, 1))
-            t = threshold(total, largest, C)
-            read = live & (largest > 0)
-        kept = zero
-        kept_count = zero
-        slopes = zero
-        for start in range(0, C, BLOCK):
-            raw = raw_errors(p_x, x_at, start + o_c, read, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
             nan = nan | has_nan(raw)
-            more, more_count, more_slopes = kept_of(raw, t, k, POWER)
-            kept += more
-            kept_count += more_count
-            slopes += more_slopes
+            e, _ = errors_of(raw, k, POWER)
+            total += tl.sum(e, 1).to(tl.float64)
+            largest = tl.maximum(largest, tl.max(e, 1))
+        t = threshold(total, largest, C)
+        read = live & (largest > 0)
+    kept = zero
+    kept_count = zero
+    slopes = zero
+    for start in range(0, BLOCK if WHOLE else C, BLOCK):
+        if not WHOLE:
+            raw = raw_errors(p_x, x_at, start + o_c, read, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
+        nan = nan | has_nan(raw)
+        more, more_count, more_slopes = kept_of(raw, t, k, POWER)
+        kept += more
+        kept_count += more_count
+        slopes += more_slopes
     none = kept_count == 0
     bad = tl.where(nan | (none & (x_label == -float("inf"))), float("nan"), 0.0)  # a row of -inf has no margin to speak of
     result = FORMULA(MarginRow(kept + bad, kept_count, weights.w, C), OPTIONS)

@@ -208,14 +208,9 @@ def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statist
     totals = x.new_empty((images, 4, g.classes), dtype=torch.float64)
     per = x.new_empty((2, images), dtype=torch.float64)
     slopes = None if statistics is None else statistics[-saved_more(formula, call, x.shape) :]
-    known |= {
-        "p_weight_sum": weight_sum(formula, call),
-        "per_image": per_image,
-        "tiles": tiles,
-        "chunks": chunks,
-        "TILES": each,
-    }
-    launch(forward, (parts,), p_saved=statistics, p_sums=sums, p_partial=partial, **known)
+    known |= {"per_image": per_image, "tiles": tiles, "chunks": chunks, "TILES": each}
+    own = {"p_saved": statistics, "p_sums": sums, "p_partial": partial, "p_weight_sum": weight_sum(formula, call)}
+    launch(forward, (parts,), **known | own)
     blocks = triton.cdiv(g.classes, REGION_CLASSES)
     own = {"C": g.classes, "chunks": chunks, "PARTS": REGION_PARTS, "BLOCK": REGION_CLASSES}
     launch(class_sums, (images * blocks,), 4, p_sums=sums, p_totals=totals, **own)

@@ -103,6 +103,15 @@ def class_of(p_totals, i_image, o_c, C, quantity):
 
 
 @triton.jit
+def class_result(p_totals, i_image, o_c, C, smooth, CLASS: tl.constexpr, OPTIONS: tl.constexpr):
+    """What the formula makes of the sums of BLOCK classes."""
+    hit = class_of(p_totals, i_image, o_c, C, 0)
+    missed = class_of(p_totals, i_image, o_c, C, 1)
+    stray = class_of(p_totals, i_image, o_c, C, 2)
+    return CLASS(smooth, hit, missed, stray, class_of(p_totals, i_image, o_c, C, 3), OPTIONS)
+
+
+@triton.jit
 def class_losses(
     p_totals, p_weight, p_loss, p_images, p_slopes, C, smooth: tl.float64,
     CLASS: tl.constexpr, OPTIONS: tl.constexpr, EXCLUDE: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr,
@@ -119,8 +128,7 @@ def class_losses(
     total = mass
     for start in range(0, C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
-        r = CLASS(s, class_of(p_totals, i_image, o_c, C, 0), class_of(p_totals, i_image, o_c, C, 1),
-                  class_of(p_totals, i_image, o_c, C, 2), class_of(p_totals, i_image, o_c, C, 3), OPTIONS)  # fmt: skip
+        r = class_result(p_totals, i_image, o_c, C, s, CLASS, OPTIONS)
         loss = tl.where(some, r.loss, 0.0)
         w = tl.load(p_weight + o_c, o_c < C, other=0.0).to(tl.float64) if p_weight is not None else (o_c < C).to(tl.float64)
         w = tl.where(some & (r.present if EXCLUDE else o_c < C), w, 0.0)
@@ -138,8 +146,7 @@ def class_losses(
     if p_slopes is not None:
         for start in range(0, C, BLOCK):
             o_c = start + tl.arange(0, BLOCK)
-            r = CLASS(s, class_of(p_totals, i_image, o_c, C, 0), class_of(p_totals, i_image, o_c, C, 1),
-                      class_of(p_totals, i_image, o_c, C, 2), class_of(p_totals, i_image, o_c, C, 3), OPTIONS)  # fmt: skip
+            r = class_result(p_totals, i_image, o_c, C, s, CLASS, OPTIONS)
             factor = tl.where(some, tl.full((BLOCK,), 1.0, tl.float64), 0.0)
             if REDUCTION != NONE:
                 w = tl.load(p_weight + o_c, o_c < C, other=0.0).to(tl.float64) if p_weight is not None else factor

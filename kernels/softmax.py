@@ -15,15 +15,7 @@ from torch import Tensor
 from .formula import Formula
 from .launch import backward_pass, forward_pass
 from .norm import late_of, others, squares_add, with_norm
-from .softmax_row import (
-    Sums,
-    backward_result,
-    forward_result,
-    gradient_of,
-    slopes_of,
-    sums_add,
-    weight_sum,
-)
+from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
     counted,
     emit,
@@ -59,27 +51,23 @@ def forward(
     zero = tl.zeros((ROWS,), ACC)
     x_label = load_label(p_x, labels.y, x_at, live, ACC)
     o_c = tl.arange(0, BLOCK)
-    if WHOLE:
+    if WHOLE:  # the row stays in registers
         x = load_block(p_x, o_c, x_at, live, C, ACC)
     late = zero + 1.0  # multiplies differences of u: LogitNorm's u are large, their differences not
     if NORM:
         squares = zero
         unit = zero
-        if WHOLE:
-            squares, unit = squares_add(squares, unit, others(x, o_c, labels.y))
-        else:
-            for start in range(0, C, BLOCK):
+        for start in range(0, BLOCK if WHOLE else C, BLOCK):
+            if not WHOLE:
                 x = load_block(p_x, start + o_c, x_at, live, C, ACC)
-                squares, unit = squares_add(squares, unit, others(x, start + o_c, labels.y))
+            squares, unit = squares_add(squares, unit, others(x, start + o_c, labels.y))
         rest = unit * tl.sqrt(squares)
         late = late_of(rest, x_label, k)
     sums = Sums(zero - float("inf"), zero, zero, zero, zero)
-    if WHOLE:
-        sums = sums_add(sums, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
-    else:
-        for start in range(0, C, BLOCK):
+    for start in range(0, BLOCK if WHOLE else C, BLOCK):
+        if not WHOLE:
             x = load_block(p_x, start + o_c, x_at, live, C, ACC)
-            sums = sums_add(sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
+        sums = sums_add(sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
     result = forward_result(
         sums, x_label, labels, weights, late, k, p_shift, p_weight_sum, C,
         FORMULA, OPTIONS, SCALED, CAPPED, SMOOTH, ACC,

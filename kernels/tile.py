@@ -145,13 +145,11 @@ def emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTI
             o_two = tl.arange(0, 2)
             tl.store(p_saved + o_two, tl.full((2,), 1.0, p_saved.dtype.element_ty), o_two + tl.program_id(0) * 2 < 2)
     else:
-        counted = labels.live
-        if REDUCTION == ABOVE_ZERO:
-            counted = counted & ((weights.s * (loss + extra) <= 0) == 0)  # keeps NaN, so that it shows
-        s = tl.where(counted, weights.s, 0.0)
-        store_sum(p_partial, 0, tl.where(labels.bad, nan, tl.where(counted, s * loss, 0.0)))
-        store_sum(p_partial, 1, tl.where(counted, s * weights.mass, 0.0))
-        store_sum(p_partial, 2, tl.where(counted, s * extra, 0.0))
+        left_in = counted(labels, weights, loss + extra, REDUCTION)
+        s = tl.where(left_in, weights.s, 0.0)
+        store_sum(p_partial, 0, tl.where(labels.bad, nan, tl.where(left_in, s * loss, 0.0)))
+        store_sum(p_partial, 1, tl.where(left_in, s * weights.mass, 0.0))
+        store_sum(p_partial, 2, tl.where(left_in, s * extra, 0.0))
         store_sum(p_partial, 3, s)
 
 
@@ -200,7 +198,7 @@ def _inverse(divisor):
 
 @triton.jit
 def counted(labels, weights, total, REDUCTION: tl.constexpr):
-    """Rows that the reduction left in."""
+    """Rows that the reduction leaves in; NaN is one of them, so that it shows."""
     if REDUCTION == ABOVE_ZERO:
         return labels.live & ((weights.s * total <= 0) == 0)
     else:
@@ -209,16 +207,9 @@ def counted(labels, weights, total, REDUCTION: tl.constexpr):
 
 @triton.jit
 def finish(
-    p_partial,
-    p_loss,
-    p_saved,
-    p_normalizer,
-    n,
-    normalizer: tl.float64,
-    REDUCTION: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_partial, p_loss, p_saved, p_normalizer, n, normalizer: tl.float64,
+    REDUCTION: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: adds the n partial sums in a fixed order, divides, and leaves the divisors for backward."""
     o = tl.arange(0, BLOCK)
     sums = tl.zeros((4, BLOCK), tl.float64)

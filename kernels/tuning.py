@@ -88,22 +88,25 @@ class LinearTile(NamedTuple):
 LINEAR_LABELS = LinearTile(16, 1, 128, 4, 1)
 
 
-def linear_tile(itemsize: int) -> LinearTile:
+def linear_tile(itemsize: int, crowded: bool) -> LinearTile:
     """The tile of a linear layer's logits, by the type that the products take: tensor cores have halves; float32 and float64
-    take their operands from registers."""
+    take their operands from registers. `crowded`: a logit takes more registers than its plain loss does."""
     if itemsize == 2:
-        return LinearTile(128, 128, 64, 8, 3)
-    return LinearTile(64, 64, 32, 8, 2) if itemsize == 4 else LinearTile(32, 32, 16, 4, 2)
+        return LinearTile(64, 64, 64, 8, 3) if crowded else LinearTile(128, 128, 64, 8, 3)
+    if itemsize == 4:
+        return LinearTile(32 if crowded else 64, 64, 32, 8, 2)
+    return LinearTile(32, 32, 16, 4, 2)
 
 
-def linear_gradient_tile(itemsize: int, of_rows: bool) -> LinearTile:
+def linear_gradient_tile(itemsize: int, crowded: bool, of_rows: bool) -> LinearTile:
     """The same where a program adds the tile's products to its own rows (or classes) in memory: few of them, each with many
     classes (or rows), read and write the least."""
     if itemsize == 2:
-        return LinearTile(64, 128, 32, 8, 3) if of_rows else LinearTile(128, 64, 32, 8, 3)
+        many = 64 if crowded else 128
+        return LinearTile(64, many, 32, 8, 3) if of_rows else LinearTile(many, 64, 32, 8, 3)
     if itemsize == 4:
-        return LinearTile(32, 64, 32, 8, 2) if of_rows else LinearTile(64, 32, 32, 8, 2)
-    return linear_tile(itemsize)
+        return LinearTile(32, 64, 32, 8, 2) if of_rows else LinearTile(64, 32, 16, 8, 2)
+    return linear_tile(itemsize, crowded)
 
 
 def most_registers(warps: int) -> int:

@@ -49,7 +49,7 @@ LONG, SHORT, PIXELS, MANY = (64, 32000), (256, 1000), (2, 19, 64, 64), (2, 150, 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 #: losses of a linear layer's output: rows, classes and features
-LINEAR, LAYERS, LAYER = "linear ", ("cross_entropy", "logit_norm", "hem"), (256, 8192, 512)
+LINEAR, LAYERS, LAYER = "linear ", ("cross_entropy", "logit_adjusted", "logit_norm", "hem"), (256, 8192, 512)
 
 
 class Compiled(NamedTuple):
@@ -80,7 +80,9 @@ def configurations(quick: bool) -> Iterator[Compiled]:
                     if (shape, dtype) in (common if quick else wanted):
                         yield Compiled(arch, spec.name, sample, shape, dtype)
         for loss, dtype in product(LAYERS, DTYPES[1:2] if quick else (*DTYPES, torch.float16)):
-            yield Compiled(arch, f"{LINEAR}{loss}", 0, LAYER, dtype)
+            common = not quick and dtype in (torch.float32, torch.bfloat16)  # whose tiles fill the registers
+            for sample in range(len(LOSSES[loss].samples) if common else 1):
+                yield Compiled(arch, f"{LINEAR}{loss}", sample, LAYER, dtype)
 
 
 def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> str:
@@ -99,7 +101,7 @@ def row(config: Compiled) -> list[tuple[str, int]]:
     x = torch.zeros(config.shape if len(config.shape) != 3 else 0, dtype=config.dtype)
     with compiling(config.arch) as launches:
         if config.loss.startswith(LINEAR):
-            call, *layer = layer_of(config.loss.removeprefix(LINEAR), config.dtype, *config.shape)
+            call, *layer = layer_of(config.loss.removeprefix(LINEAR), config.dtype, *config.shape, config.sample)
             loss, saved = backend.product_forward(call, *layer)
             backend.product_backward(call, *layer, saved, loss, (True, True, True))
         else:
@@ -154,16 +156,16 @@ def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[tuple[str, int
                 cuda.backward(call, x, saved, loss)
             for launch in launches:
                 kernel, of = nvcc.short(launch.kernel), found[launch.kernel, arch]
-                reads = nvcc.reads(kernel, spec.name)[1]
+                reads = nvcc.reads(launch, call, x)[1]
                 if not reads and (launch.kernel, arch) in shown:
                     continue  # the same for all losses
                 shown.add((launch.kernel, arch))
                 warps = launch.block[0] // 32
                 cells = [f"{spec.name} 0", f"cuda.{kernel}", "x".join(map(str, shape)), str(dtype)[6:]]
                 cells += [f"{DEVICES[arch].name} ({arch})", warps, *of[:3], occupancy(of, warps, arch)]
-                if reads and not (kernel == "select_rows" and len(shape) > 2):  # a pass for every few ranks: no one number
+                if reads:
                     each = (reads + (kernel.endswith("_gradient"))) * x.element_size()
-                    cells += [each, "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
+                    cells += [f"{each:.3g}", "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
                 else:
                     cells += ["-"] * 3
                 yield f"| {' | '.join(map(str, cells))} |", of.spilled
@@ -183,7 +185,7 @@ logits, such as the label's, count with it. The kernels of a linear layer (rows 
 logits and read none. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
 the data sheet. Kernels named cuda.* are those of csrc/cuda, as nvcc and ptxas compile them: the host code tells the launches of
 each loss, which is a switch inside its kernel, and what a kernel reads at most is what its executed PTX is held to
-(tests/test_cuda_ptx.py). That of select_rows over pixels is left open: it reads them up to eight times, by the ranks asked for.
+(tests/test_cuda_ptx.py).
 
 | loss | kernel | shape | dtype | device | warps | registers | spilled bytes | shared bytes | occupancy | bytes per logit \
 | loads + stores | modelled time |

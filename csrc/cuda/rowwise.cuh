@@ -18,7 +18,7 @@ struct Place {
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Lanes {
-  static constexpr int kThreads = kLanesThreads;
+  static constexpr int kThreads = kLanesThreads, kShortlist = kLanesShortlist;
   int rank, size;
   PYL_DEVICE explicit Lanes(int width) : rank(static_cast<int>(threadIdx.x) % width), size(width) {}
 
@@ -42,7 +42,7 @@ struct Lanes {
 };
 
 struct Block {
-  static constexpr int kThreads = kBlockThreads;
+  static constexpr int kThreads = kBlockThreads, kShortlist = kBlockShortlist;
   int rank, size;
   PYL_DEVICE explicit Block(int) : rank(static_cast<int>(threadIdx.x)), size(static_cast<int>(blockDim.x)) {}
 

@@ -1,6 +1,7 @@
 // The select family, without labels but for the cross-entropy beside ADR: the largest logits of a row, in order, beside the
-// moments of its softmax. Each thread knows the best class it has; the best of the group is the next rank, and only the thread
-// that had it looks through its classes again. One read of a row each way.
+// moments of its softmax. Each thread has a list of its best classes; the best of the group is the next rank, and a thread
+// looks through its classes again only when it has lost a whole list: a group of lanes reads a row once, a single lane, as for
+// pixels, 1 + min(ranks - 1, C) / kShortlist times. Backward reads once.
 #pragma once
 #include "cuda/select_row.cuh"
 
@@ -21,7 +22,7 @@ select_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Accumu
     int64_t target = target_at(c, p);
     Moments<T> s;
     Sums<T> other;
-    Candidate<T> best;
+    Shortlist<T, G::kShortlist> best;
     visit(g, row, stride, mine, [&](const auto& x) {
       s.add(x);
 #pragma unroll
@@ -34,15 +35,17 @@ select_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Accumu
     T d = 1 + s.more();
     int64_t list = (p.row * c.parts + p.part) * plan.ranks();
     auto next = [&](T value, int at) {
-      Candidate<T> found;
-      visit(g, row, stride, mine, [&](const auto& x) {
+      if (best.take()) {
+        best = {};
+        visit(g, row, stride, mine, [&](const auto& x) {
 #pragma unroll
-        for (int i = 0; i < kChunk<D>; ++i)
-          if (behind(x.x[i], x.at(i), value, at)) found.offer(x.x[i], x.at(i));
-      });
-      return found;
+          for (int i = 0; i < kChunk<D>; ++i)
+            if (behind(x.x[i], x.at(i), value, at)) best.offer(x.x[i], x.at(i));
+        });
+      }
+      return best.first();
     };
-    over_ranks(g, best, plan.ranks(), next, [&](int rank, T value, int j) {
+    over_ranks(g, best.first(), plan.ranks(), next, [&](int rank, T value, int j) {
       if (g.rank) return;
       if (c.parts == 1) ranks.add(c, plan, rank, value, j, s.m, d);
       else plan.list_values[list + rank] = value, plan.list_classes[list + rank] = j;

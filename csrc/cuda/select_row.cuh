@@ -45,6 +45,35 @@ template <class T>
 PYL_DEVICE bool behind(T x, int j, T value, int at) {  // does (x, j) rank after (value, at)?
   return x < value || (x == value && j > at);
 }
+// The N best classes of a thread, in order: so many ranks cost one read of its classes.
+template <class T, int N>
+struct Shortlist {
+  T value[N];
+  int at[N], taken = 0;
+  PYL_DEVICE Shortlist() {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = -infinity<T>(), at[i] = kNowhere;
+  }
+  PYL_DEVICE void offer(T x, int j) {
+    constexpr int last = N - 1;
+    if (!(x > value[last] || (x == value[last] && j < at[last] && at[last] < kNowhere))) return;
+    value[last] = x, at[last] = j;
+#pragma unroll
+    for (int i = last; i > 0; --i) {
+      if (behind(value[i], at[i], value[i - 1], at[i - 1])) continue;
+      T v = value[i];
+      int k = at[i];
+      value[i] = value[i - 1], at[i] = at[i - 1], value[i - 1] = v, at[i - 1] = k;
+    }
+  }
+  PYL_DEVICE Candidate<T> first() const { return {value[0], at[0]}; }
+  PYL_DEVICE bool take() {  // the first; was it the last of a full list, so that others may follow?
+#pragma unroll
+    for (int i = 1; i < N; ++i) value[i - 1] = value[i], at[i - 1] = at[i];
+    value[N - 1] = -infinity<T>(), at[N - 1] = kNowhere;
+    return ++taken == N;
+  }
+};
 // Calls f(rank, value, class) in every thread for each rank of a group's classes; class kNowhere past the last. `next` gives a
 // thread's best class behind the one it has just lost.
 template <class G, class T, class N, class F>
@@ -52,7 +81,7 @@ PYL_DEVICE void over_ranks(const G& g, Candidate<T> mine, int ranks, N next, F f
   for (int rank = 0; rank < ranks; ++rank) {
     Candidate<T> best = best_of(g, mine);
     f(rank, best.value, best.at);
-    if (mine.at == best.at && best.at < kNowhere) mine = next(best.value, best.at);
+    if (mine.at == best.at && best.at < kNowhere && rank + 1 < ranks) mine = next(best.value, best.at);
   }
 }
 

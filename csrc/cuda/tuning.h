@@ -17,6 +17,9 @@ constexpr int kLaneClasses = 4, kWarpClasses = 1024;
 // Neighbouring rows lie closer than neighbouring classes: a lane a row, unless the rows are too few and long to fill a device.
 constexpr int kPixelClasses = 256, kPixelRows = 4096;
 
+// Ranks of a selection that a thread keeps in registers; a block has many threads for them.
+constexpr int kLanesShortlist = 8, kBlockShortlist = 1;
+
 // Vectors are worth their head and tail when every thread of a row gets so many.
 constexpr int kVectorsEach = 2;
 

@@ -94,7 +94,8 @@ def build(
     level = () if any(f.startswith("-O") for f in flags) else ("-O1",)
     command = [COMPILER, "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", *includes]
     command += ["-include", str(HERE / "on_cpu.h"), "-x", "c++", "-c", *level, *flags]
-    known = _digest([*files, *csrc.glob("*/*.*h"), *HERE.glob("*.h"), *HERE.glob("*.cpp")], command)
+    headers = [h for pattern in ("cuda/*.*h", "losses/*.h", "cpu/problem.h") for h in csrc.glob(pattern)]
+    known = _digest([*files, *headers, *HERE.glob("*.h"), *HERE.glob("*.cpp")], command)
     target = (folder or ROOT / "build" / "cuda_on_cpu" / f"{name}-{known}") / f"{name}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent.parent / f"{name}.lock").open("w") as lock:

@@ -6,6 +6,7 @@ its own arguments, recorded, and handed to `execute` instead of a device.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -96,7 +97,7 @@ def compiling(
             self.device_caches.clear()  # of the device: it may have been another target
         compiled = launching(self, *args, grid=grid, warmup=True, **known)
         arguments = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in known.items() if k in self.arg_names}
-        found.append(Launch(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", grid, compiled, arguments))
+        found.append(Launch(_name(self), grid, compiled, arguments))
         execute(found[-1])
 
     jit.JITFunction.run = run
@@ -104,6 +105,36 @@ def compiling(
         yield found
     finally:
         jit.JITFunction.run = launching
+
+
+@contextmanager
+def recording() -> Iterator[set[str]]:
+    """The names of the kernels that are launched inside the block, which are not even compiled."""
+    found: set[str] = set()
+    launching = jit.JITFunction.run
+    triton.runtime.driver.set_active(_Driver(TARGETS["sm_80"]))
+    jit.JITFunction.run = lambda self, *args, **known: found.add(_name(self))
+    try:
+        yield found
+    finally:
+        jit.JITFunction.run = launching
+
+
+def _name(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def kernels() -> set[str]:
+    """Every kernel of the package: its @triton.jit functions that return nothing and that no other one calls."""
+    functions: dict[str, ast.FunctionDef] = {}
+    for file in (Path(__file__).parents[2] / "kernels").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in node.decorator_list):
+                functions[f"{file.stem}.{node.name}"] = node
+    inner = [node for function in functions.values() for node in ast.walk(function)]
+    called = {node.func.id for node in inner if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    returns = {name for name, f in functions.items() if any(isinstance(n, ast.Return) for n in ast.walk(f))}
+    return {name for name in functions if name not in returns and name.rpartition(".")[2] not in called}
 
 
 class Resources(NamedTuple):
@@ -162,9 +193,9 @@ def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | Non
         backend.absent, backend.interpreted = real, interpreted
 
 
-def layer_of(name: str, dtype: torch.dtype, rows: int, classes: int, features: int) -> tuple[Any, ...]:
+def layer_of(name: str, dtype: torch.dtype, rows: int, classes: int, features: int, sample: int = 0) -> tuple[Any, ...]:
     """The same for the loss of a linear layer's output: the call, features h, head w and bias b."""
     g = torch.Generator().manual_seed(6)
     given = [torch.randn(*size, generator=g).to(dtype) for size in ((rows, features), (classes, features), (classes,))]
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    return call_of(name, torch.zeros(rows, classes, dtype=statistics)), *given
+    return call_of(name, torch.zeros(rows, classes, dtype=statistics), sample), *given

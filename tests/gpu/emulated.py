@@ -34,11 +34,11 @@ def run(target: str, call: Call, x: Tensor, up: Tensor | None = None, edit: Call
 def run_layer(
     target: str, call: Call, h: Tensor, w: Tensor, b: Tensor, up: Tensor, edit: Callable[[str], str] = lambda text: text
 ) -> tuple[Tensor, ...]:
-    """Loss and gradients of h, w and b of a linear layer's loss."""
+    """What a linear layer's loss saves; the loss and the gradients of h, w and b."""
     with compiling(target, lambda launch: execute(launch, edit)):
         loss, saved = backend.product_forward(call, h, w, b)
         gradients = backend.product_backward(call, h, w, b, saved, up.to(loss.dtype), (True, True, True))
-    return loss, *gradients
+    return saved, loss, *gradients
 
 
 def execute(launch: Launch, edit: Callable[[str], str] = lambda text: text) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from pylosses import cuda as backend  # noqa: E402
 from pylosses.autograd import Call  # noqa: E402
 
 NVCC = shutil.which("nvcc")
+TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float64: "double"}
 
 
 def families() -> list[str]:
@@ -41,34 +43,39 @@ def families() -> list[str]:
     return sorted(file.stem for file in (ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
-def ptx_file(family: str, arch: str) -> Path:
-    """The PTX of csrc/cuda/<family>.cu for "sm_80", say; compiled unless it was, from the same sources."""
-    source = ROOT / "csrc" / "cuda" / f"{family}.cu"
-    headers = sorted(p for p in (ROOT / "csrc").glob("*/*") if p.suffix in (".h", ".cuh"))
-    known = hashlib.sha256(b"".join(p.read_bytes() for p in [source, *headers]) + arch.encode()).hexdigest()[:16]
+def sources() -> list[Path]:
+    """Everything that the kernels are compiled from."""
+    csrc = ROOT / "csrc"
+    return sorted(p for pattern in ("cuda/*", "losses/*", "cpu/problem.h") for p in csrc.glob(pattern))
+
+
+def ptx_file(family: str, arch: str, dtype: torch.dtype | None = None) -> Path:
+    """The PTX of csrc/cuda/<family>.cu for "sm_80", say; compiled unless it was, from the same sources.
+
+    With `dtype`, of the kernels for such logits alone, which takes a quarter of the time.
+    """
+    text = (ROOT / "csrc" / "cuda" / f"{family}.cu").read_text()
+    dtype = None if family == "finish" else dtype
+    if dtype is not None:
+        both = (f"template void {way}_{family}<{TYPES[dtype]}>(Run&, const Request&);" for way in ("forward", "backward"))
+        text = f'#include "cuda/{family}.cuh"\nnamespace PYL_ISA {{ {" ".join(both)} }}\n'
+    headers = [p for p in sources() if p.suffix in (".h", ".cuh")]
+    known = hashlib.sha256(b"".join(p.read_bytes() for p in headers) + (text + arch).encode()).hexdigest()[:16]
     folder = ROOT / "build" / "cuda_ptx"
-    made = folder / f"{family}-{arch}-{known}.ptx"
+    name = f"{family}-{'all' if dtype is None else TYPES[dtype]}-{arch}"
+    made = folder / f"{name}-{known}.ptx"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        virtual = arch.replace("sm", "compute")
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part") as part:
-            command = [
-                str(NVCC),
-                "-std=c++17",
-                "-O3",
-                f"-I{ROOT / 'csrc'}",
-                "-ptx",
-                f"-arch={virtual}",
-                str(source),
-                "-o",
-                part.name,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            unit, part = Path(work) / f"{family}.cu", Path(work) / "part.ptx"
+            unit.write_text(text)
+            command = [NVCC, "-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-ptx", f"-arch={arch.replace('sm', 'compute')}"]
+            done = subprocess.run([*map(str, command), str(unit), "-o", str(part)], capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(done.stderr[-4000:])
-            for old in folder.glob(f"{family}-{arch}-*.ptx"):
+            for old in folder.glob(f"{name}-*.ptx"):
                 old.unlink(missing_ok=True)
-            shutil.copy(part.name, made)
+            part.replace(made)
     return made
 
 
@@ -80,7 +87,7 @@ def built(arch: str) -> list[str]:
     found = importlib.util.find_spec("pylosses._cuda")
     if cuobjdump is None or found is None or found.origin is None:
         return []
-    if any(p.stat().st_mtime > Path(found.origin).stat().st_mtime for p in (ROOT / "csrc").glob("*/*")):
+    if any(p.stat().st_mtime > Path(found.origin).stat().st_mtime for p in sources()):
         return []
     text = subprocess.run([cuobjdump, "-ptx", found.origin], capture_output=True, text=True, check=True).stdout
     parts = [part for part in text.split("Fatbin ptx code:")[1:] if re.search(rf"^arch = {arch}$", part, re.M)]
@@ -93,18 +100,18 @@ def _built(arch: str) -> dict[str, str]:
 
 
 @cache
-def _compiled(arch: str, family: str) -> dict[str, str]:
-    return ptx.entries(ptx_file(family, arch).read_text())
+def _compiled(arch: str, family: str, dtype: torch.dtype) -> dict[str, str]:
+    return ptx.entries(ptx_file(family, arch, dtype).read_text())
 
 
-def text_of(arch: str, kernel: str) -> str:
-    """The PTX of a kernel, by its mangled name: as it was built, or compiled now."""
+def text_of(arch: str, kernel: str, dtype: torch.dtype) -> str:
+    """The PTX of a kernel that a call on logits of `dtype` launches, by its mangled name: as it was built, or compiled now."""
     if kernel in _built(arch):
         return _built(arch)[kernel]
     likely = short(kernel).partition("_")[0]
     for family in sorted(families(), key=lambda f: (f != likely, f != "finish")):
-        if kernel in _compiled(arch, family):
-            return _compiled(arch, family)[kernel]
+        if kernel in _compiled(arch, family, dtype):
+            return _compiled(arch, family, dtype)[kernel]
     raise KeyError(f"no PTX has a kernel {kernel}")
 
 
@@ -145,18 +152,48 @@ def short(name: str) -> str:
     return re.search(r"pylosses_cuda\d+([a-z_]+)", name)[1]  # type: ignore[index]
 
 
-def reads(kernel: str, loss: str) -> tuple[int, int]:
-    """The traffic model: (least, most) times that a kernel reads each logit of a row that counts, besides a few single ones."""
+#: kLanesShortlist of csrc/cuda/tuning.h: ranks that one read of a row gives a lane
+SHORTLIST = int(re.search(r"kLanesShortlist = (\d+)", (ROOT / "csrc" / "cuda" / "tuning.h").read_text())[1])  # type: ignore[index]
+
+
+def reads(launch: Launch, call: Call, x: Tensor) -> tuple[float, float]:
+    """The traffic model: (least, most) times that a kernel reads each logit of a row that counts, besides a few single ones.
+
+    They differ where it depends on the logits: rows without errors and rows that a filter leaves out are not read again.
+    """
+    kernel = short(launch.kernel)
     family, _, what = kernel.partition("_")
     if what == "gradient":
-        return (0 if family == "margin" else 1, 2 if family == "region" else 1)  # rows without an error have no gradient
+        filtered = family == "margin" or call.kernel in ("entropy", "tta") and call.scalars[-1] != 0
+        return (0 if filtered else 1, 2 if family == "region" else 1)
     if kernel == "softmax_rows":
-        return (2, 2) if loss == "logit_norm" else (1, 1)
+        return (2, 2) if call.kernel == "logit_norm" and not split(x) else (1, 1)  # split rows take a launch for each pass
     if kernel == "margin_rows":
-        return (1, 2) if loss == "hem" else (1, 1)  # split rows take a launch for each pass
-    if what in ("rows", "class_sums", "pixel_sums"):
-        return (1, 2 if family == "select" else 1)
-    return (0, 0)
+        return (0, 1) if split(x) else (1, 2) if call.scalars[4] != 0 else (1, 1)
+    if kernel == "select_rows":
+        again = ranks_of(call) - 1
+        if x.dim() > 2:  # a lane has the whole row
+            again = min(again, x.shape[1]) // SHORTLIST
+            return (1 + again, 1 + again)
+        if x.shape[1] <= 1024:  # lanes have but a few classes each
+            return (1, 1)
+        classes, chunk = x.numel() / launch.grid[0], max(16 // x.element_size(), 4)  # of a block, of a vector
+        share = chunk * (1 + ceil(classes / chunk / launch.block[0])) / classes  # of the one thread that looks again
+        return (1, 1 + again * share)
+    return (1, 1) if what in ("rows", "class_sums", "pixel_sums") else (0, 0)
+
+
+def split(x: Tensor) -> bool:
+    """Whether a row is shared by several blocks."""
+    return x.dim() == 2 and x.shape[1] > 65536 and x.shape[0] < 256
+
+
+def ranks_of(call: Call) -> int:
+    """Ranks that a selection asks for: `Selection` of csrc/losses."""
+    if call.kernel == "tta":
+        _, factor, k, skip, *_ = call.scalars
+        return int(1 + skip + k) if factor != 0 and k > 0 else 1
+    return int(call.scalars[0 if call.kernel == "adr" else 5])
 
 
 # Execution --------------------------------------------------------------------------------------------------------------------
@@ -191,16 +228,17 @@ def place(t: Tensor) -> str:
 
 class Run(NamedTuple):
     loss: Tensor
+    saved: Tensor
     gradient: Tensor
-    launches: list[
-        tuple[Launch, dict[str, list[int]]]
-    ]  #: and the traffic of each: name of a tensor -> [bytes read, bytes written]
+    launches: list[tuple[Launch, dict[str, list[int]]]]  #: and of each, name of a tensor -> [bytes read, bytes written]
 
 
-def execute(arch: str, launch: Launch, memory: Memory, edit: Callable[[str], str] = lambda text: text) -> dict[str, list[int]]:
-    """Runs one launch by its PTX; what it read and wrote."""
+def execute(
+    arch: str, launch: Launch, memory: Memory, dtype: torch.dtype, edit: Callable[[str], str] = lambda text: text
+) -> dict[str, list[int]]:
+    """Runs one launch of a call on logits of `dtype` by its PTX; what it read and wrote."""
     assert launch.block[1:] == (1, 1)
-    kernel = _kernel(edit(text_of(arch, launch.kernel)))
+    kernel = _kernel(edit(text_of(arch, launch.kernel, dtype)))
     sim = ptx.Sim(kernel, launch.grid, launch.block[0], launch.parameters, memory.buffers(), smem=launch.shared)
     return sim.run().traffic
 
@@ -211,11 +249,11 @@ def run(arch: str, call: Call, x: Tensor, up: Tensor | None = None, edit: Callab
     memory = Memory(x, *call.tensors(), call.normalizer if isinstance(call.normalizer, Tensor) else None)
 
     def each(launch: Launch) -> None:
-        launches.append((launch, execute(arch, launch, memory, edit)))
+        launches.append((launch, execute(arch, launch, memory, x.dtype, edit)))
 
     with emulator.switched() as made, made.handing(each), memory:
         loss, saved = backend.forward(call, x, True)
         up = torch.ones_like(loss) if up is None else up.to(loss.dtype)
         memory.tensors.append(up)
         gradient = backend.backward(call, x, saved, up)
-    return Run(loss, gradient, launches)
+    return Run(loss, saved, gradient, launches)
