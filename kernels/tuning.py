@@ -93,9 +93,7 @@ def linear_tile(itemsize: int, crowded: bool) -> LinearTile:
     take their operands from registers. `crowded`: a logit takes more registers than its plain loss does."""
     if itemsize == 2:
         return LinearTile(64, 64, 64, 8, 3) if crowded else LinearTile(128, 128, 64, 8, 3)
-    if itemsize == 4:
-        return LinearTile(32 if crowded else 64, 64, 32, 8, 2)
-    return LinearTile(32, 32, 16, 4, 2)
+    return LinearTile(64, 64, 16, 8, 2) if itemsize == 4 else LinearTile(32, 32, 16, 4, 2)
 
 
 def linear_gradient_tile(itemsize: int, crowded: bool, of_rows: bool) -> LinearTile:
@@ -105,7 +103,7 @@ def linear_gradient_tile(itemsize: int, crowded: bool, of_rows: bool) -> LinearT
         many = 64 if crowded else 128
         return LinearTile(64, many, 32, 8, 3) if of_rows else LinearTile(many, 64, 32, 8, 3)
     if itemsize == 4:
-        return LinearTile(32, 64, 32, 8, 2) if of_rows else LinearTile(64, 32, 16, 8, 2)
+        return LinearTile(32, 64, 16, 8, 2) if of_rows else LinearTile(64, 32, 16, 8, 2)
     return linear_tile(itemsize, crowded)
 
 

@@ -218,7 +218,8 @@ def main() -> int:
                     spills += 1
                     print(f"spills: {line}", file=sys.stderr, flush=True)
     options.file.parent.mkdir(parents=True, exist_ok=True)
-    options.file.write_text(HEAD + "\n".join(lines) + "\n")
+    head, _, table = HEAD.partition("| loss |")
+    options.file.write_text(f"{head}{len(lines)} kernels, {spills} of them spill.\n\n| loss |{table}" + "\n".join(lines) + "\n")
     print(f"{options.file}: {len(lines)} kernels, {spills} with spills")
     return 1 if spills else 0
 
