@@ -100,8 +100,9 @@ def linear_gradient_tile(itemsize: int, crowded: bool, of_rows: bool) -> LinearT
     """The same where a program adds the tile's products to its own rows (or classes) in memory: few of them, each with many
     classes (or rows), read and write the least."""
     if itemsize == 2:
-        many = 64 if crowded else 128
-        return LinearTile(64, many, 32, 8, 3) if of_rows else LinearTile(many, 64, 32, 8, 3)
+        if crowded:
+            return LinearTile(64, 64, 32, 8, 3)
+        return LinearTile(64, 128, 32, 8, 3) if of_rows else LinearTile(128, 32, 32, 8, 3)
     if itemsize == 4:
         return LinearTile(32, 64, 16, 8, 2) if of_rows else LinearTile(64, 32, 16, 8, 2)
     return linear_tile(itemsize, crowded)

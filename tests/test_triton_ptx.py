@@ -69,7 +69,8 @@ def test_compiles_to_what_the_model_says(name, shape, target):
         model, loops = traffic(launch), accesses(launch)
         assert sum(a.stores for a in loops) == model.writes, (launch.name, loops)
         if launch.arguments["WHOLE"]:  # no loop over the classes: single logits count with the block
-            assert model.reads <= sum(a.loads for a in loops) < model.reads + 2, (launch.name, loops)
+            most = model.reads + 2 * max(model.singles, 1)  # which may be loaded in two layouts
+            assert model.reads <= sum(a.loads for a in loops) <= most, (launch.name, loops)
         else:
             assert sum(a.loads for a in loops) == model.reads, (launch.name, loops)
         if shape in (LONG, SHORT):  # 16 bytes a lane
