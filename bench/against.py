@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from .report import Record, Row, title_of
+from .report import Record, Row, console, title_of
 
 SAME = 1.15  #: ratios closer than this are the same on a machine with neighbours
 LEAST_MS = 1.0  #: times below are mostly call overhead
@@ -57,18 +57,18 @@ def _is_long(row: Row) -> bool:
     return ratio is not None and row["ms"]["both"]["median"] / max(ratio["median"], 1.0) >= LEAST_MS
 
 
-def show(old: Record, new: Record, console: Console) -> None:
+def show(old: Record, new: Record, out: Console) -> None:
     """How many ratios are the same, and those that are not, the farthest first."""
     found = sorted(changes(old.rows, new.rows), key=lambda change: -change.factor)
     other = [change for change in found if change.factor > SAME]
-    console.print(
+    out.print(
         f"{len(found) - len(other)} of {len(found)} ratios above {LEAST_MS:g} ms are within {SAME - 1:.0%} of those of "
         f"{old.header['run']} ({old.header['commit']})",
         highlight=False,
     )
     for change in other:
         noise = ", noisy" if change.noisy else ""
-        console.print(
+        out.print(
             f"  {change.title}: {change.provider} {change.old:.2f}x -> {change.new:.2f}x{noise}", highlight=False, markup=False
         )
 
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m pylosses.bench.against OLD.json NEW.json", file=sys.stderr)
         return 2
     old, new = (Record.load(Path(file)) for file in arguments)
-    show(old, new, Console() if sys.stdout.isatty() else Console(width=170))
+    show(old, new, console())
     return 0
 
 

@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.pop(name, None)  # bars are about default settings
     settings = {"threads": options.threads, "device": "cpu", "backends": ["reference"], "peers": True, **EFFORT}
     record = report.Record.start(settings, None, None)
-    console = Console() if sys.stdout.isatty() else Console(width=170)
+    console = report.console()
     console.print(record.title, highlight=False)
     start = time.perf_counter()
     try:

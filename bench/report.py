@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,6 +77,11 @@ class Record:
         header = json.loads(file.read_text())
         rows = header.pop("rows")
         return cls(header, None, None, rows)
+
+
+def console() -> Console:
+    """As wide as the terminal, or wide enough for the table."""
+    return Console() if sys.stdout.isatty() else Console(width=170)
 
 
 def source_tree() -> Path | None:

@@ -87,7 +87,7 @@ def worker() -> int:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the bench; 0 when all is well, 1 when one of our backends fails its gate, 2 when the options make no sense."""
-    console = Console() if sys.stdout.isatty() else Console(width=170)
+    console = report.console()
     try:
         plan = configurations(arguments)
     except ValueError as error:
@@ -149,7 +149,7 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
         if arguments.quick and not asked:
             compile = compile and (spec.name, shape.name) in QUICK_COMPILED
         elif not asked:
-            compile = compile and shapes.compiled_in_full_run(spec.name, shape)
+            compile = compile and shapes.compiled_in_full_run(spec.name, shape.name)
             both = both and shapes.is_central(spec.name, shape.name)
             dtypes = dtypes if spec.name in shapes.SWEEP_LOSSES and shape.name in shapes.CENTRAL else dtypes[:1]
         for dtype in dtypes:

@@ -94,9 +94,9 @@ def is_central(name: str, shape: str) -> bool:
     return (name in MAIN_LOSSES and shape in CENTRAL) or (name == "linear_cross_entropy" and shape == "linear")
 
 
-def compiled_in_full_run(name: str, shape: Shape) -> bool:
+def compiled_in_full_run(name: str, shape: str) -> bool:
     """Whether a full run has torch.compile at `shape`: it takes many seconds a graph."""
-    return is_central(name, shape.name) or (name not in MAIN_LOSSES and shape.name in ("llama-quick", "cityscapes-quick"))
+    return is_central(name, shape) or (name not in MAIN_LOSSES and shape in ("llama-quick", "cityscapes-quick"))
 
 
 def in_full_run(name: str, spec: LossSpec, shape: str) -> bool:

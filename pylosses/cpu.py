@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +81,7 @@ def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
     """Loss and, if `save`, what backward needs."""
     # Zeros: an op that is traced must give the same bits each time, also where nothing is written.
     saved = new_saved(call, x).zero_() if save else None
-    return _forward(call, x, 0 if saved is None else saved.data_ptr(), 0, ()), saved
+    return _forward(call, x, _pointer(saved), 0, ()), saved
 
 
 def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -91,7 +89,7 @@ def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Ten
 
     Writing it while the logits are in the cache saves backward from reading them again.
     """
-    saved = torch.empty(_bytes_saved_again(*_kind(call, x)), dtype=torch.uint8)
+    saved = new_saved(call, x)
     if not is_known_early(call):
         return _forward(call, x, saved.data_ptr(), 0, ()), saved, None
     gradient = pool.new_gradient(x) if out is None else out
@@ -135,54 +133,39 @@ def is_known_early(call: Call) -> bool:
     return call.reduction in ("mean", "sum") and (forbidden_by == -1 or (forbidden_by >= 0 and not call.scalars[forbidden_by]))
 
 
-def _by_image(scalars: tuple[float, ...]) -> bool:
+def _is_region(call: Call) -> bool:
+    return _LOSSES[call.kernel][3] == "region"
+
+
+def _by_image(call: Call) -> bool:
     """Of a region loss: is each image an area of its own? Its scalars end with those of dice.py."""
-    return scalars[-2] != 0
-
-
-_SCALAR = torch.Size()
+    return call.scalars[-2] != 0
 
 
 def loss_shape(call: Call, x: Tensor) -> torch.Size:
     """The shape of the loss: that of the labels with reduction "none", or one number a class for a region loss."""
     if call.reduction != "none":
-        return _SCALAR
-    if _LOSSES[call.kernel][3] != "region":
+        return torch.Size()
+    if not _is_region(call):
         return label_shape(x.shape)
     classes = x.shape[1:2] if x.dim() > 1 else x.shape
-    return torch.Size((x.shape[0] if x.dim() > 1 else 1, *classes)) if _by_image(call.scalars) else classes
+    return torch.Size((x.shape[0] if x.dim() > 1 else 1, *classes)) if _by_image(call) else classes
 
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
-    """Bytes for what backward needs."""
-    return torch.empty(_bytes_saved(*_kind(call, x)), dtype=torch.uint8)
-
-
-def _kind(call: Call, x: Tensor) -> tuple[Any, ...]:
-    return call.kernel, call.scalars, call.soft is not None, call.shift is not None, x.shape, x.dtype
-
-
-def _bytes_saved(
-    kernel: str, scalars: tuple[float, ...], soft: bool, shift: bool, shape: torch.Size, dtype: torch.dtype
-) -> int:
-    """Two divisors, K statistics of every row, bits (margin) or class sums (region)."""
-    classes = shape[1 if len(shape) > 1 else 0]
-    rows = math.prod(shape) // classes
-    itemsize = ACCUMULATE[dtype].itemsize
-    numbers = _LOSSES[kernel][1] + (kernel == "cross_entropy" and soft)  # the mass of soft targets
-    size = (2 + rows * numbers) * itemsize
-    if kernel == "hem":
+    """Bytes for what backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
+    classes = x.shape[1 if x.dim() > 1 else 0]
+    rows = x.numel() // classes
+    numbers = _LOSSES[call.kernel][1] + (call.kernel == "cross_entropy" and call.soft is not None)  # the mass of soft targets
+    size = (2 + rows * numbers) * ACCUMULATE[x.dtype].itemsize
+    if call.kernel == "hem":
         # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
         size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)
-    if _LOSSES[kernel][3] == "region":
+    if _is_region(call):
         areas = 1
-        if _by_image(scalars) and len(shape) > 1:  # images of fewer than 64 rows save nothing, see csrc/cpu/region.h
-            areas = shape[0] if rows >= 64 * shape[0] else 1
+        if _by_image(call) and x.dim() > 1:  # images of fewer than 64 rows save nothing, see csrc/cpu/region.h
+            areas = x.shape[0] if rows >= 64 * x.shape[0] else 1
         size += 8 + 16 * areas * classes
-        if kernel == "dice_ce" and (scalars[1:3] != (1.0, 0.0) or shift):
-            size += 2 * rows * itemsize  # cross-entropy has a softmax of its own
-    return (size + 127) // 64 * 64  # whole cache lines: a stack of them stays aligned
-
-
-#: A training loop asks for the same few sizes again and again; 3 of 60 us of a small forward. Not for traced sizes.
-_bytes_saved_again = lru_cache(maxsize=256)(_bytes_saved)
+        if call.kernel == "dice_ce" and (call.scalars[1:3] != (1.0, 0.0) or call.shift is not None):
+            size += 2 * rows * ACCUMULATE[x.dtype].itemsize  # cross-entropy has a softmax of its own
+    return torch.empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned

@@ -133,12 +133,13 @@ struct RowReader {
   }
   // The block that the label is in with -inf in its place; a second pass over a plain row finds it as the first left it.
   const T* without_label(const Map<T>& map, int64_t j, int64_t n, int64_t y) {
+    if (others != j || !map.identity()) {
+      const T* u = mapped(map, j, n);
+      if (u != buffer) copy_lanes(u, n, buffer);
+      buffer[y - j] = -infinity<T>();
+      others = j;
+    }
     top_known = false;
-    if (others == j && map.identity()) return buffer;
-    const T* u = mapped(map, j, n);
-    if (u != buffer) copy_lanes(u, n, buffer);
-    buffer[y - j] = -infinity<T>();
-    others = j, top_known = false;
     return buffer;
   }
 };
