@@ -48,14 +48,17 @@ def check(backend: str, name: str, sample: int, call: Call, x: Tensor, up: Tenso
 
 
 def check_saved(
-    backend: str, name: str, own: dict[str, Any], call: Call, x: Tensor, saved: Tensor, single: float, more: Any = ()
-) -> None:
+    backend: str, name: str, own: dict[str, Any], call: Call, x: Tensor, saved: Tensor, single: float, more: Any = (),
+    terms: Tensor | None = None,
+) -> None:  # fmt: skip
     """The numbers of the rows; `own` are the arguments of the loss, `single` the error of one, `more` the names of further
-    numbers behind them."""
+    numbers behind them, `terms` the size of what the logits of a row are sums of: their rounding is relative to it."""
     spec = LOSSES[name]
     rows = x.numel() // x.shape[1]
     counted = torch.ones(rows, dtype=torch.bool) if call.y is None else call.y.reshape(-1) != call.ignore_index
     found = statistics(spec, own, call, x)
+    if terms is not None and "m" in found:
+        found["m of"] = terms
     kind = "soft" if call.soft is not None and spec.family == "softmax" else kind_of(spec)
     kept = found.get("mark", counted) != 0  # a row that a filter leaves out needs no other number
     compared = 0
