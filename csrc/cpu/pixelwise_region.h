@@ -41,7 +41,7 @@ struct RegionTiles {
   SoftmaxRow<V> row(int64_t r, V m, V d, V u_label) const { return lane_row(m, d, u_label, splat<V>(1), load(t.w + r)); }
   void emit(int64_t r, V m, V d, V u_label) {
     SoftmaxRow<V> one = row(r, m, d, u_label);
-    if (smooth) one.spread = lane_spread(t, r, m, where(one.a > 0, log_sum(d) + one.nll_miss(), (u_label - m) + one.nll()));
+    if (smooth) one.spread = lane_spread(t, r, m, one.log_total());
     SoftmaxResult<V> result = softmax_formula<T>(id_cross_entropy, c.k, one);
     t.emit(r, result.loss, result.extra);
   }
@@ -137,7 +137,7 @@ struct RegionTiles {
     store(label + r, where(load(t.live + r) != 0, e_label * scale * ((push - at_top) - mean - pull * miss), V{}));
   }
   PYL_INLINE void set_ce(int64_t r, V m, V d, V u_label) {
-    ce_gradient.set(t, r, softmax_formula<T>(id_cross_entropy, c.k, row(r, m, d, u_label)), m, d, u_label, splat<V>(1), V{});
+    ce_gradient.set(t, r, softmax_formula<T>(id_cross_entropy, c.k, row(r, m, d, u_label)), m, d, LaneScale<T>());
     store(label + r, load(label + r) + load(ce_gradient.label + r));
     if (!mapped) store(offset + r, load(offset + r) + load(ce_gradient.slope + r));  // the same exponentials
   }

@@ -180,7 +180,6 @@ struct LaneCrossEntropy {
   // Loss and, for an upstream gradient of 1, what the gradient is made of.
   void finish(int64_t r, bool forward) {
     const Context<T>& c = call.c;
-    V log_d = log_sum(d);
     auto spread = [&](V rest) {
       return sum_over<V>(c.p.classes, [&](int64_t j) {
         V each = (m - u(j, r)) + rest, q = c.p.soft ? t.soft(j, r) : splat<V>(c.weight ? c.weight[j] : T(1));
@@ -188,7 +187,7 @@ struct LaneCrossEntropy {
       });
     };
     if (c.p.soft) {
-      V lse = m + log_d;
+      V log_d = log_sum(d), lse = m + log_d;
       mass = sum_over<V>(c.p.classes, [&](int64_t j) { return t.soft(j, r); });
       if (forward) {
         loss = spread(log_d);
@@ -200,7 +199,7 @@ struct LaneCrossEntropy {
       return;
     }
     SoftmaxRow<V> row = lane_row(m, d, u_label, splat<V>(1), load(t.w + r));
-    if (forward && c.k.own[0] > 0) row.spread = spread(where(row.a > 0, log_d + row.nll_miss(), (u_label - m) + row.nll()));
+    if (forward && c.k.own[0] > 0) row.spread = spread(row.log_total());
     SoftmaxResult<V> result = softmax_formula<T>(id_cross_entropy, c.k, row);
     loss = result.loss, extra = result.extra;
     slope = where(d == 0, result.slope * 0, result.slope / d), pull = result.pull, label = result.label * du_label;

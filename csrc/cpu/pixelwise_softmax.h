@@ -45,31 +45,44 @@ LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename L
   return t.c.ahead() ? lane_sums<kind, All, true>(t, r, late) : lane_sums<kind, All, false>(t, r, late);
 }
 
-// LogitNorm's scale of every row from its norm, masked classes left out; in double, where squares neither overflow nor lose
-// digits.
+// |x| of every row without the label's, for LogitNorm, masked classes left out; in double, where squares neither overflow nor
+// lose digits.
 template <class T>
-PYL_INLINE typename Lanes<T>::V lane_norm_scale(const Tile<T>& t, int64_t r) {
+PYL_INLINE typename Lanes<T>::V lane_others_norm(const Tile<T>& t, int64_t r) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Wide Doubles;
   Doubles squares{};
+  Int<V> labels = t.labels(r);
   for (int64_t j = 0; j < t.c.p.classes; ++j) {
     V x = t.u(j, r);
-    Doubles wide = __builtin_convertvector(where(x == -infinity<T>(), V{}, x), Doubles);
+    Int<V> left_out = (x == -infinity<T>()) | (labels == static_cast<typename Lanes<T>::IntScalar>(j));
+    Doubles wide = __builtin_convertvector(where(left_out, V{}, x), Doubles);
     squares += wide * wide;
   }
-  V scale;
-  for (int i = 0; i < Lanes<T>::W; ++i) scale[i] = norm_scale<T>(t.c, __builtin_sqrt(squares[i]));
-  return scale;
+  V norm;
+  for (int i = 0; i < Lanes<T>::W; ++i) norm[i] = static_cast<T>(__builtin_sqrt(squares[i]));
+  return norm;
 }
+// RowScale of a vector of rows.
+template <class T>
+struct LaneScale {
+  typedef typename Lanes<T>::V V;
+  V scale = splat<V>(1), share = splat<V>(1), drag = {};
+
+  LaneScale() = default;
+  LaneScale(const Context<T>& c, V others, V x_label, V mean_x) {
+    for (int i = 0; i < Lanes<T>::W; ++i) {
+      RowScale<T> one(c, others[i], x_label[i], mean_x[i]);
+      scale[i] = one.scale, share[i] = static_cast<T>(one.share), drag[i] = static_cast<T>(one.drag);
+    }
+  }
+};
 
 template <class V>
 PYL_INLINE SoftmaxRow<V> lane_row(V m, V d, V x_label, V late, V w) {
-  typedef Scalar<V> T;
-  // The rounding of m - u is added back: a loss may be e^a.
-  V u = x_label * late, s = m - x_label * late, back = s - m, lost = (m - (s - back)) - (x_label * late + back);
-  V log_d = log_sum(d), a = s + (log_d + where(lost == lost, lost, V{}));
-  a = where(u == infinity<T>(), splat<V>(static_cast<T>(__builtin_nan(""))), a);  // as the softmax of +inf
-  return {a, w, u, m + log_d};
+  // The rounding of m - u goes to d: a loss may be e^a.
+  V u = x_label * late, s = m - u, back = s - m, lost = (m - (s - back)) - (u + back);
+  return {s, d + where(lost == lost, d * lost, V{}), w, u, m};
 }
 
 // sum_j q_j (lse - u_j) with lse = m + rest, as block_spread.
@@ -94,22 +107,16 @@ struct TileGradient {
 
   explicit TileGradient(const Context<T>& c) : c(c) {}
 
-  PYL_INLINE void set(const Tile<T>& t, int64_t r, const SoftmaxResult<V>& result, V base, V d, V x_label, V late, V mean_x) {
+  PYL_INLINE void set(const Tile<T>& t, int64_t r, const SoftmaxResult<V>& result, V base, V d, const LaneScale<T>& norm) {
     bool capped = t.map.cap > 0;
-    V up = t.upstream(r), du = t.map.scale * late, gain = up * result.slope, at_label = up * result.label;
+    V up = t.upstream(r), du = t.map.scale * norm.scale, gain = up * result.slope, at_label = up * result.label * norm.share;
     if (capped) du = t.gather(r, [&](int64_t i, int64_t y) { return t.slopes.data[y * t.stride + i]; });
     at_label *= du;
-    if (c.p.loss == id_logit_norm) {
-      V n = t.gather(r, [&](int64_t i, int64_t) { return norm_of(c, late[i - r]); });
-      V x = where(x_label == -infinity<T>(), V{}, x_label);
-      V norm_drag = where(n > 0, gain * (mean_x - x) * late / (n * (n + c.k.own[1])), V{});
-      at_label -= norm_drag * x;
-      store(drag + r, norm_drag);
-    }
+    store(drag + r, gain * norm.drag);
     gain = where(d == 0, gain * 0, gain / d);  // no other class: nothing to push, unless the row is NaN
     Int<V> counts = t.counted(r, result.loss + result.extra);
     store(label + r, where(counts, at_label, V{}));
-    set(t, r, gain * (capped ? splat<V>(1) : late * t.map.scale), up * result.pull, base, late, counts);
+    set(t, r, gain * (capped ? splat<V>(1) : norm.scale * t.map.scale), up * result.pull, base, norm.scale, counts);
   }
   PYL_INLINE void set_soft(const Tile<T>& t, int64_t r, V base, V d, V mass) {
     V up = t.upstream(r), gain = up * (c.k.main * mass + 2 * c.k.own[3] * (base + log_sum(d))) / d;
@@ -166,20 +173,20 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       if (ahead) g.set_soft(t, r, s.m, s.d, mass);
     };
     auto labelled = [&](int64_t r) {
-      V late = norm ? lane_norm_scale(t, r) : splat<V>(1);
+      V others = norm ? lane_others_norm(t, r) : V{};
+      V late = norm ? LaneScale<T>(c, others, t.u_label(r), V{}).scale : splat<V>(1);
       LaneSums<V> s = norm ? lane_sums<Moment::of_x, false>(t, r, late) : lane_sums<Moment::none, false>(t, r, late);
       V x_label = s.x_label;
       SoftmaxRow<V> row = lane_row(s.m, s.d, x_label, late, load(t.w + r));
-      if (smooth)
-        row.spread = lane_spread(t, r, s.m, where(row.a > 0, log_sum(s.d) + row.nll_miss(), (x_label - s.m) + row.nll()));
+      if (smooth) row.spread = lane_spread(t, r, s.m, row.log_total());
       SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, row);
       t.emit(r, result.loss, result.extra);
       V mean_x = norm ? where(s.d == 0, V{}, s.moment / s.d) : V{};
       if (c.stats) {
         t.save(0, r, s.m), t.save(1, r, s.d);
-        if (norm) t.save(2, r, late), t.save(3, r, mean_x);
+        if (norm) t.save(2, r, others), t.save(3, r, mean_x);
       }
-      if (ahead) g.set(t, r, result, s.m, s.d, x_label, late, mean_x);
+      if (ahead) g.set(t, r, result, s.m, s.d, norm ? LaneScale<T>(c, others, x_label, mean_x) : LaneScale<T>());
     };
     for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) {
       t.fetch_next(r);
@@ -204,9 +211,10 @@ void pixels_softmax_backward(const Context<T>& c) {
         g.set_soft(t, r, m, d, t.saved(2, r));
         continue;
       }
-      V late = norm ? t.saved(2, r) : splat<V>(1), x_label = t.u_label(r);
-      SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, lane_row(m, d, x_label, late, load(t.w + r)));
-      g.set(t, r, result, m, d, x_label, late, norm ? t.saved(3, r) : V{});
+      V x_label = t.u_label(r);
+      LaneScale<T> scaled = norm ? LaneScale<T>(c, t.saved(2, r), x_label, t.saved(3, r)) : LaneScale<T>();
+      SoftmaxRow<V> row = lane_row(m, d, x_label, scaled.scale, load(t.w + r));
+      g.set(t, r, softmax_formula<T>(c.p.loss, c.k, row), m, d, scaled);
     }
     g.write(t);
   });

@@ -77,7 +77,7 @@ struct RegionRows {
     SoftmaxRow<V> one = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
     if (smooth) {
       double spread = 0, log_d = __builtin_log(online.sum);
-      double rest = one.a[0] > 0 ? log_d + one.nll_miss()[0] : (u_label - online.m) + one.nll()[0];
+      double rest = (one.s[0] > 0 ? log_d : u_label - online.m) + one.log_total()[0];
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* u = rows.x.mapped(rows.map, j, n);
         spread += block_spread(u, c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
@@ -147,7 +147,7 @@ struct RegionRows {
     if (ce) {
       T up = c.upstream(row, w);
       if (mapped) m = c.stat(2, row), d = c.stat(3, row), u_label = rows.at_label(y, 1, du_label);
-      g = gradient_of(c, w, up, m, d, u_label, du_label, T(0), T(1), T(0));
+      g = gradient_of(c, w, up, m, d, u_label, du_label, RowScale<T>());
       label += g.label;
       if (!mapped) offset += g.slope;  // the same exponentials
     }

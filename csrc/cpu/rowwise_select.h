@@ -293,7 +293,7 @@ struct SelectRows {
     }
     SoftmaxRow<V> r = softmax_row<T>(ce.m, ce.d, ce.u_label, w.w);
     if (forward && c.k.own[0] > 0) {
-      double spread = 0, rest = r.a[0] > 0 ? log_d + r.nll_miss()[0] : (ce.u_label - ce.m) + r.nll()[0];
+      double spread = 0, rest = (r.s[0] > 0 ? log_d : ce.u_label - ce.m) + r.log_total()[0];
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* weights = c.weight ? c.weight + j : nullptr;
         spread += block_spread(x.mapped(call.map, j, n), weights, n, static_cast<T>(ce.m), static_cast<T>(rest));
@@ -328,7 +328,7 @@ struct SelectRows {
   SoftmaxGradient<T> cross_entropy_gradient(const RowWeights<T>& w, T up, const CrossEntropyRow<T>& ce) const {
     T m = static_cast<T>(ce.m), d = static_cast<T>(ce.d);
     if (c.p.soft) return soft_gradient_of(c, w, up, m, d, ce.mass);
-    return gradient_of(c, w, up, m, d, ce.u_label, ce.du_label, T(0), T(1), T(0));
+    return gradient_of(c, w, up, m, d, ce.u_label, ce.du_label, RowScale<T>());
   }
 
   // The sums of shares and own derivatives over the selected classes beyond the first rank, which lie in the lanes.

@@ -111,25 +111,34 @@ struct Exponentials {
   }
 };
 
-// LogitNorm's scale 1 / (temperature (|x| + eps)), and the norm back from it: the scale is what is saved, with one rounding.
+// LogitNorm's part of a row, n = |x|, from the norm of the classes beside the label, which is what is saved: with it
+//   dL/dx_y = dL/du_y scale (1 - (x_y^2 - mean x_y) / (n (n + eps)))
+// does not cancel when the label is most of the norm. A masked class takes no part.
 template <class T>
-T norm_scale(const Context<T>& c, double norm) {
-  return static_cast<T>(1 / (c.p.scalars[0] * (norm + c.p.scalars[1])));
-}
-template <class T>
-T norm_of(const Context<T>& c, T scale) {
-  return static_cast<T>(1 / (c.p.scalars[0] * scale) - c.p.scalars[1]);
-}
+struct RowScale {
+  double norm = 0, share = 1, drag = 0;  // share: what the norm leaves of the label's derivative; drag: of each x_j, per slope
+  T scale = 1;                           // 1 / (temperature (n + eps))
 
-// |x| of a row, and the largest logit beside the label's.
-template <class T>
-struct RowNorm {
-  double norm;
-  T top = -infinity<T>();
+  RowScale() = default;  // of other losses
+  PYL_INLINE RowScale(const Context<T>& c, T others, T x_label, T mean_x) {
+    double eps = c.p.scalars[1], rest = others, x = x_label == -infinity<T>() ? 0 : x_label;
+    norm = __builtin_sqrt(rest * rest + x * x);
+    scale = static_cast<T>(1 / (c.p.scalars[0] * (norm + eps)));
+    if (!(norm > 0)) return;
+    double square = norm * (norm + eps);
+    share = (rest * rest + norm * eps + mean_x * x) / square;
+    drag = (mean_x - x) * scale / square;
+  }
+};
 
-  RowNorm(RowReader<T>& x, int64_t y, T x_label) {
+// |x| of a row and its largest logit, without the label's.
+template <class T>
+struct OthersNorm {
+  T norm, top = -infinity<T>();
+
+  OthersNorm(RowReader<T>& x, int64_t y) {
     typedef typename Lanes<T>::V V;
-    double squares = x_label == -infinity<T>() ? 0 : static_cast<double>(x_label) * x_label;
+    double squares = 0;
     over_others(x, Map<T>{1, 0, nullptr}, y, [&](const T* block, int64_t, int64_t n) {
       V s[4] = {}, m[4];
       for (V& v : m) v = splat<V>(-infinity<T>());
@@ -146,10 +155,10 @@ struct RowNorm {
       over_blocks(0, x.c.p.classes, [&](int64_t j, int64_t n) {
         const T* v = x.raw(j, n);
         for (int64_t i = 0; i < n; ++i)
-          if (v[i] != -infinity<T>()) squares += static_cast<double>(v[i]) * v[i];
+          if (v[i] != -infinity<T>() && j + i != y) squares += static_cast<double>(v[i]) * v[i];
       });
     }
-    norm = __builtin_sqrt(squares);
+    norm = static_cast<T>(__builtin_sqrt(squares));
   }
 };
 
@@ -157,9 +166,10 @@ struct RowNorm {
 template <class T>
 SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, double d, double u_label, T w) {
   typedef typename Lanes<T>::V V;
-  double lse = m + __builtin_log(d), a = (m - u_label) + __builtin_log(d);
-  if (u_label == __builtin_inf()) a = __builtin_nan("");  // as the softmax of +inf
-  return {splat<V>(static_cast<T>(a)), splat<V>(w), splat<V>(static_cast<T>(u_label)), splat<V>(static_cast<T>(lse))};
+  double lse = m + __builtin_log(d), a = (m - u_label) + __builtin_log(d);  // of the others: their sum relative to it is 1
+  if (u_label == __builtin_inf()) a = __builtin_nan("");                    // as the softmax of +inf
+  return {splat<V>(static_cast<T>(a)), splat<V>(1), splat<V>(w), splat<V>(static_cast<T>(u_label)),
+          splat<V>(static_cast<T>(lse))};
 }
 
 // Class probabilities of a row as weights q_j = w_j ((1 - eps) t_j + eps / C).
@@ -192,19 +202,15 @@ struct SoftmaxGradient {
 // From the statistics that forward saves: with labels m and d are those of the other classes.
 template <class T>
 SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, double u_label, T du_label,
-                               T x_label, T scale, T mean_x) {
+                               const RowScale<T>& norm) {
   SoftmaxGradient<T> g;
   int formula = has_cross_entropy(c.p.loss) ? static_cast<int>(id_cross_entropy) : c.p.loss;
   auto result = softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
   g.counts = c.counted(w, result.loss[0] + result.extra[0]);
-  g.m = m, g.scale = scale;
-  g.slope = up * result.slope[0], g.pull = up * result.pull[0], g.label = up * result.label[0] * du_label;
-  double length = c.p.loss == id_logit_norm ? norm_of(c, scale) : 0;
-  if (length > 0) {
-    if (x_label == -infinity<T>()) x_label = 0;  // a masked class takes no part in the norm
-    g.drag = static_cast<T>(g.slope * (mean_x - x_label) * scale / (length * (length + c.p.scalars[1])));
-    g.label -= g.drag * x_label;
-  }
+  g.m = m, g.scale = norm.scale;
+  g.slope = up * result.slope[0], g.pull = up * result.pull[0];
+  g.label = static_cast<T>(up * result.label[0] * du_label * norm.share);
+  g.drag = static_cast<T>(g.slope * norm.drag);
   g.slope = d == 0 ? g.slope * 0 : g.slope / d;  // no other class: nothing to push, unless the row is NaN
   return g;
 }
@@ -323,10 +329,10 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         if (c.ahead()) rows.grad.seek(row), rows.grad.fill(0);
         continue;
       }
-      T scale = 1, du_label, top = 0;
+      T scale = 1, du_label, top = 0, others = 0;
       if (norm) {
-        RowNorm<T> found(x, y, *x.raw(y, 1));
-        scale = norm_scale<T>(c, found.norm), top = scale * found.top;
+        OthersNorm<T> found(x, y);
+        others = found.norm, scale = RowScale<T>(c, others, *x.raw(y, 1), 0).scale, top = scale * found.top;
       }
       double u_label = rows.at_label(y, scale, du_label);
       OnlineSum<T> online(norm ? Moment::of_x : Moment::none, scale);
@@ -339,7 +345,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       RowWeights<T> w = c.weights(row, y);
       SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
       if (smooth) {
-        double rest = r.a[0] > 0 ? __builtin_log(online.sum) + r.nll_miss()[0] : (u_label - online.m) + r.nll()[0];
+        double rest = (r.s[0] > 0 ? __builtin_log(online.sum) : u_label - online.m) + r.log_total()[0];
         double spread = 0;
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
           spread +=
@@ -353,10 +359,10 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       T d = static_cast<T>(online.sum), mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
       c.stat(0, row) = online.centre();
       c.stat(1, row) = d;
-      if (norm) c.stat(2, row) = scale, c.stat(3, row) = mean_x;
+      if (norm) c.stat(2, row) = others, c.stat(3, row) = mean_x;
       if (!c.ahead()) continue;
-      rows.write(row, y,
-                 gradient_of(c, w, c.upstream(row, w), online.centre(), d, u_label, du_label, *x.raw(y, 1), scale, mean_x));
+      RowScale<T> scaled = norm ? RowScale<T>(c, others, *x.raw(y, 1), mean_x) : RowScale<T>();
+      rows.write(row, y, gradient_of(c, w, c.upstream(row, w), online.centre(), d, u_label, du_label, scaled));
     }
   });
 }
@@ -380,9 +386,10 @@ void softmax_backward(const Context<T>& c) {
         rows.write(row, y, soft_gradient_of(c, w, up, m, d, c.stat(2, row)));
         continue;
       }
-      T scale = norm ? c.stat(2, row) : 1, mean_x = norm ? c.stat(3, row) : 0, du_label;
-      double u_label = rows.at_label(y, scale, du_label);
-      rows.write(row, y, gradient_of(c, w, up, m, d, u_label, du_label, *rows.x.raw(y, 1), scale, mean_x));
+      RowScale<T> scaled = norm ? RowScale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
+      T du_label;
+      double u_label = rows.at_label(y, scaled.scale, du_label);
+      rows.write(row, y, gradient_of(c, w, up, m, d, u_label, du_label, scaled));
     }
   });
 }

@@ -222,14 +222,17 @@ PYL_INLINE V log_sum(V x) {
   V y = n * L::ln2_hi + ((f - s * (f - log_tail(s * s))) + n * L::ln2_lo);
   return where(x > 0, y, where(x == 0, splat<V>(-infinity<T>()), x));
 }
-// log(1 + x) for 0 <= x <= 1, and NaN: as log(1 + f) with f = x, or log 2 + log(1 + f) with f = (x - 1) / 2
+// log(1 + x) for x not far below 0, -1, inf and NaN: as n log 2 + log(1 + f), with f = x and all its digits where n = 0
 template <class V>
-PYL_INLINE V log1p_unit(V x) {
+PYL_INLINE V log1p_above(V x) {
   typedef Lanes<Scalar<V>> L;
   typedef Scalar<V> T;
-  Int<V> big = x > T(0.41421356237309503);
-  V f = where(big, x * T(0.5) - T(0.5), x), s = f / (f + 2), y = f - s * (f - log_tail(s * s));
-  return where(big, splat<V>(L::ln2_hi) + (y + L::ln2_lo), y);
+  typedef typename L::IntScalar S;
+  V u = x + 1, m = (V)(((Int<V>)u & ((S(1) << L::mantissa) - 1)) | (S(L::bias) << L::mantissa));
+  Int<V> big = m > T(1.4142135623730951), e = ((Int<V>)u >> L::mantissa) - S(L::bias) - big;
+  V n = __builtin_convertvector(e, V), f = where(e == 0, x, where(big, m * T(0.5), m) - 1), s = f / (f + 2);
+  V y = n * L::ln2_hi + ((f - s * (f - log_tail(s * s))) + n * L::ln2_lo);
+  return where((u > 0) & (u < infinity<T>()), y, where(u == 0, splat<V>(-infinity<T>()), u));
 }
 // log(1 + x) for -1/2 <= x <= 1: the rounding of 1 + x is divided out
 template <class V>

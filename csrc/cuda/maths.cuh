@@ -50,7 +50,7 @@ PYL_INLINE V exp_below(V x) {
   return exp(x);
 }
 template <class V>
-PYL_INLINE V log1p_unit(V x) {
+PYL_INLINE V log1p_above(V x) {
   return log1p(x);
 }
 // tanh(x) and, in `slope`, 1 - tanh(x)^2 without cancellation

@@ -92,13 +92,13 @@ template <class T>
 PYL_DEVICE SoftmaxRow<T> softmax_row(T m, T d, T u_label, T late, T w) {
   T log_d = log(d), a = (m - u_label) * late + log_d;
   if (u_label == infinity<T>()) a = nan<T>();  // as the softmax of +inf
-  return {a, w, u_label * late, m * late + log_d, T(1)};
+  return {a, T(1), w, u_label * late, m * late + log_d};
 }
 // sum_j w_j (lse - u_j), with lse - m by what does not cancel
 template <class T>
 PYL_DEVICE T spread_of(const Sums<T>& s, const SoftmaxRow<T>& r, T mass) {
   T base = s.m == -infinity<T>() ? r.u_label : s.m;
-  T rest = r.a > 0 ? log(s.d) + r.nll_miss() : (r.u_label - base) + r.nll();
+  T rest = (r.s > 0 ? log(s.d) : r.u_label - base) + r.log_total();
   T spread = s.seen > 0 ? s.spread + s.seen * rest : s.spread;
   return mass == 0 ? spread : spread + mass * r.nll();
 }

@@ -1,7 +1,7 @@
 // The contracts between formulas and drivers. A formula is the maths of one row; V is a number or a vector of rows.
 //
-// softmax: u_j = scale softcap(x_j) + shift_j. With a = lse_{j != y}(u) - u_y nothing cancels: p_y = sigmoid(-a), 1 - p_y =
-// sigmoid(a).
+// softmax: u_j = scale softcap(x_j) + shift_j. With d = sum_{j != y} e^(u_j - m) and the log odds against the label
+// a = m - u_y + log d nothing cancels: p_y = sigmoid(-a), 1 - p_y = sigmoid(a).
 //   The formula turns SoftmaxRow into a loss and two partial derivatives; the driver writes
 //     dL/du_j = slope exp(u_j - lse_{k != y}(u)) - pull w_j   (j != y),      dL/du_y = label.
 //
@@ -41,22 +41,31 @@ struct Scalars {
   T main;        // backward: factor of everything but the z-term, whose divisor differs
 };
 
-// A row of the softmax family. All that the odds give comes from one exp and one log; what a formula does not ask for is not
-// computed.
+// A row of the softmax family. All that it gives comes from one exp and one log; what a formula does not ask for is not
+// computed. A driver picks m freely, as long as the exponentials of the label or of the others add up to 1 or more.
 template <class V>
 struct SoftmaxRow {
-  V a;            // log odds against the label
-  V w;            // class weight (and factor) of the label, 1 when absent
-  V u_label;      // the label's own u
-  V lse_others;   // over the other classes
+  V s;        // m - u_y
+  V d;        // sum of e^(u - m) over the other classes
+  V w;        // class weight (and factor) of the label, 1 when absent
+  V u_label;  // the label's own u
+  V m;
   V spread = {};  // sum_j w_j (lse - u_j), for smoothing
 
-  PYL_INLINE V rare() const { return exp_below(-absolute(a)); }                                 // odds of the less likely side
-  PYL_INLINE V hit() const { return where(a >= 0, rare(), splat<V>(1)) / (rare() + 1); }        // p_y
-  PYL_INLINE V miss() const { return where(a >= 0, splat<V>(1), rare()) / (rare() + 1); }       // 1 - p_y
-  PYL_INLINE V nll() const { return where(a > 0, a, splat<V>(0)) + log1p_unit(rare()); }        // -log p_y
-  PYL_INLINE V nll_miss() const { return where(a < 0, -a, splat<V>(0)) + log1p_unit(rare()); }  // -log(1 - p_y)
-  PYL_INLINE V lse() const { return where(a > 0, lse_others + nll_miss(), u_label + nll()); }   // over all classes
+  // Relative to the larger of m and u_y: e^u of the label, of the others, and the logarithm of both together.
+  PYL_INLINE V fade() const { return exp_below(-absolute(s)); }
+  PYL_INLINE V own() const { return where(s < 0, splat<V>(1), fade()); }
+  PYL_INLINE V others() const { return where(s < 0, d * fade(), d); }
+  PYL_INLINE V log_total() const {
+    return log1p_above(where(others() > own(), (others() - 1) + own(), (own() - 1) + others()));
+  }
+
+  PYL_INLINE V hit() const { return own() / (own() + others()); }                  // p_y
+  PYL_INLINE V miss() const { return others() / (own() + others()); }              // 1 - p_y
+  PYL_INLINE V nll() const { return where(s > 0, s, splat<V>(0)) + log_total(); }  // -log p_y
+  PYL_INLINE V lse() const { return where(s > 0, m, u_label) + log_total(); }      // over all classes
+  PYL_INLINE V odds() const { return exp(s) * d; }                                 // e^a
+  PYL_INLINE V nll_miss() const { return log1p_above(own() / others()); }          // -log(1 - p_y)
 };
 
 template <class V>

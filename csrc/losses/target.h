@@ -21,7 +21,7 @@ struct target {
       case mae:
         return through_a(r, r.miss(), r.hit() * r.miss());
       case sumexp:
-        return through_a(r, exp(r.a), exp(r.a));
+        return through_a(r, r.odds(), r.odds());
       case compsum: {  // ((1 + e^a)^(1 - tau) - 1) / (1 - tau), log(1 + e^a) at tau = 1
         T rest = 1 - k.own[3];
         if (rest == 0) return through_a(r, r.nll(), r.miss());

@@ -95,6 +95,27 @@ def fused(x, y, z):
     return x.astype(wide) * y.astype(wide) + z.astype(wide)
 
 
+def compared(how, x, y):
+    """A comparison of PTX; one with a `u` also holds for NaN."""
+    nan = np.isnan(x) | np.isnan(y) if x.dtype.kind == "f" else np.zeros_like(x, bool) | np.zeros_like(y, bool)
+    base = how[:-1] if how in ("equ", "neu", "ltu", "leu", "gtu", "geu") else how
+    holds = {
+        "eq": x == y,
+        "ne": (x != y) & ~nan,
+        "lt": x < y,
+        "le": x <= y,
+        "gt": x > y,
+        "ge": x >= y,
+        "lo": x < y,
+        "ls": x <= y,
+        "hi": x > y,
+        "hs": x >= y,
+        "num": ~nan,
+        "nan": nan,
+    }[base]
+    return holds if base == how else holds | nan
+
+
 def entries(text):
     """Name -> its PTX alone, of a module with many kernels."""
     starts = [m.start() for m in re.finditer(r"^(?:\.(?:visible|weak)\s+)?\.entry", text, re.M)]
@@ -583,32 +604,9 @@ class Sim:
         elif o == "setp" and ty in ("f16x2", "bf16x2"):  # both halves, a predicate each
             for half, to in enumerate(ops[0].split("|")):
                 x, y = (view((G(i, "b32") >> np.uint32(16 * half)).astype(np.uint16), ty[:-2]) for i in (1, 2))
-                unordered = np.isnan(x) | np.isnan(y)
-                r = {"eq": x == y, "neu": x != y, "ne": (x != y) & ~unordered, "gt": x > y, "lt": x < y, "nan": unordered}[
-                    op[1]
-                ]
-                self.put(to, r, "pred", a)
+                self.put(to, compared(op[1], x, y), "pred", a)
         elif o == "setp":
-            x, y = G(1), G(2)
-            c = op[1]
-            nan = np.isnan(x) | np.isnan(y) if x.dtype.kind == "f" else False
-            base = c[:-1] if c in ("equ", "neu", "ltu", "leu", "gtu", "geu") else c
-            r = {
-                "eq": x == y,
-                "ne": (x != y) & ~np.asarray(nan),
-                "lt": x < y,
-                "le": x <= y,
-                "gt": x > y,
-                "ge": x >= y,
-                "lo": x < y,
-                "ls": x <= y,
-                "hi": x > y,
-                "hs": x >= y,
-                "num": ~np.asarray(nan) & (x == x),
-                "nan": np.asarray(nan) & True,
-            }[base]
-            if base != c:
-                r = r | nan
+            r = compared(op[1], G(1), G(2))
             if len(ops) > 3:
                 z = self.get(ops[3], "pred", a)
                 r = {"and": r & z, "or": r | z, "xor": r ^ z}[op[2]]
