@@ -25,14 +25,13 @@ def classes(s, hit, missed, stray, largest, OPTIONS: tl.constexpr):
         loss = size * 0.0
     else:
         constant = present == 0
-        loss = tl.where(largest > FAINTEST, 1.0, 0.0) + size * 0.0
+        loss = tl.where(largest > FAINTEST, 1.0, 0.0).to(tl.float64)  # a position of NaN elsewhere does not change it
     safe = tl.where(constant, 1.0, size)
     loss = tl.where(constant, loss, (missed + stray) / safe)
     if OPTIONS[1] == ZERO:
         constant = constant | (present == 0)
         loss = tl.where(present, loss, 0.0)
-    none = size * 0.0
-    return ClassResult(loss, tl.where(constant, none, 2.0 / safe), tl.where(constant, none, both / safe / safe), present)
+    return ClassResult(loss, tl.where(constant, 0.0, 2.0 / safe), tl.where(constant, 0.0, both / safe / safe), present)
 
 
 def region_features(over_image: float, absent: float, **more: object) -> dict:

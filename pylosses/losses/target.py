@@ -45,17 +45,22 @@ def target_rows(
     if kind == "focal":
         return focal_rows(logp, gamma)
     if kind == "gce":
-        return -torch.expm1(q * logp) / q
+        return -_expm1(q * logp) / q
     if kind == "mae":
-        return -torch.expm1(logp)
+        return -_expm1(logp)
     if kind == "sumexp":
         return torch.expm1(-logp)
     if kind == "compsum":
-        return -logp if tau == 1 else torch.expm1((tau - 1) * logp) / (1 - tau)
+        return -logp if tau == 1 else _expm1((tau - 1) * logp) / (1 - tau)
     if kind == "dco":
         return _dco_rows(logp, n)
-    value = -b * floor * -torch.expm1(logp)
+    value = -b * floor * -_expm1(logp)
     return value - a * logp if a > 0 else value  # 0 * inf at a masked target
+
+
+def _expm1(x: Tensor) -> Tensor:
+    """e^x - 1, and a derivative with all its digits where e^x is small: autograd would take (e^x - 1) + 1 for it."""
+    return torch.where(x < -math.log(2), torch.exp(x) - 1, torch.expm1(x))
 
 
 def _dco_rows(logp: Tensor, n: float) -> Tensor:
