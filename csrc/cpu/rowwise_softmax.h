@@ -120,7 +120,8 @@ struct RowScale {
   T scale = 1;                           // 1 / (temperature (n + eps))
 
   RowScale() = default;  // of other losses
-  PYL_INLINE RowScale(const Context<T>& c, T others, T x_label, T mean_x) {
+  // Not inlined: a compiler that fuses its products one way in forward and another in backward would give two gradients.
+  __attribute__((noinline)) RowScale(const Context<T>& c, T others, T x_label, T mean_x) {
     double eps = c.p.scalars[1], rest = others, x = x_label == -infinity<T>() ? 0 : x_label;
     norm = __builtin_sqrt(rest * rest + x * x);
     scale = static_cast<T>(1 / (c.p.scalars[0] * (norm + eps)));
