@@ -200,7 +200,7 @@ def _cells(name: str, settings: dict[str, Row]) -> str:
     copies, speed = plain.get("copies"), plain.get("gb_per_s", {})
     cells.append(f"{copies['median']:.1f}" if copies else "")
     cells.append(f"{speed.get('both') or speed['no_grad']:.1f}" if speed else "")
-    cells.append(_bytes(plain.get("extra_bytes")))
+    cells.append(in_bytes(plain.get("extra_bytes")))
     return _line(shown, cells)
 
 
@@ -216,7 +216,7 @@ def _disturbance(providers: dict[str, dict[str, Row]]) -> str:
 def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
     if value is None:
         return ""
-    text = _three_digits(value["median"])
+    text = three_digits(value["median"])
     percent = 50 * (value["high"] - value["low"]) / value["median"]
     return f"{text} ±{min(percent, 999):.0f}%" if spread else text
 
@@ -224,15 +224,15 @@ def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
 def _ratio(row: Row) -> str:
     ratio = row.get("ratio", {})
     value = ratio.get("both") or ratio.get("no_grad")
-    return f"{_three_digits(value['median'])}x" if value else ""
+    return f"{three_digits(value['median'])}x" if value else ""
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
     return f"{value:.{digits}f}"
 
 
-def _bytes(value: float | None) -> str:
+def in_bytes(value: float | None) -> str:
     if value is None:
         return ""
     for unit in ("B", "KiB", "MiB"):
@@ -389,7 +389,7 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
         axes.plot([low, high], [place, place], color="#333333", linewidth=0.8)
         seen.add(name)
         axes.annotate(
-            f"{_three_digits(median)}x", (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7
+            f"{three_digits(median)}x", (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7
         )
     axes.set_xscale("log")
     axes.set_xlim(
@@ -449,7 +449,7 @@ def _memory(record: Record, rows: list[Row], title: str) -> Any:
         largest = max(largest, share)
         axes.barh(place, share, height=0.85, color=colour(row, order), label=None if name in seen else name)
         seen.add(name)
-        text = f"{share:.2f} ({_bytes(row['extra_bytes'])})"
+        text = f"{share:.2f} ({in_bytes(row['extra_bytes'])})"
         axes.annotate(text, (share, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
     axes.set_xlim(0, 1.18 * largest)
     axes.set_xlabel("in sizes of the logits tensor")

@@ -155,8 +155,11 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
         for dtype in dtypes:
             for i, own in enumerate(variants(spec, arguments.peers)):
                 text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())
-                allocators = tuple(ALLOCATORS) if both else ("default",)
-                found.append(Configuration(spec.name, i, text, shape, dtype, compile, allocators))
+                brief = not asked and (i > 0 or dtype != dtypes[0])  # i > 0: arguments of a peer, to compare with it
+                if brief and i > 0 and dtype != dtypes[0]:
+                    continue
+                allocators = tuple(ALLOCATORS) if both and not brief else ("default",)
+                found.append(Configuration(spec.name, i, text, shape, dtype, compile and (asked or i == 0), allocators))
     if not found:
         names = ", ".join(spec.name for spec in arguments.loss or ()) or "no loss"
         raise ValueError(f"nothing to measure: {names} does not take {', '.join(arguments.shape or ('any shape',))}")

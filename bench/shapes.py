@@ -80,8 +80,8 @@ SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100,
 QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contrastive-quick", "linear-quick")
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
-#: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled,
-#: with both allocators, the first two in half precision too. The other losses run at one shape of each kind.
+#: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled
+#: and with both allocators; the first two in half precision too. The other losses run at one shape of each kind.
 MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
 SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
 LARGEST = ("llama3", "gemma")
