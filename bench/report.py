@@ -329,7 +329,7 @@ def _bars(bars: list[tuple[Row, str]]) -> tuple[list[float], list[float], list[s
     places: list[float] = []
     groups: dict[str, list[float]] = {}
     for row, _ in bars:
-        name = title_of(row).replace(", ", "\n", 1)
+        name = "\n".join(title_of(row).rsplit(", ", 1))
         if places:
             places.append(places[-1] + (1 if name in groups else 2))
         else:
@@ -399,7 +399,7 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("time of the other / time of pylosses, forward + backward (log scale; lines: quartiles of the rounds)")
+    axes.set_xlabel("their time / ours, forward + backward (log scale; lines: quartiles of the rounds)")
     return _finish(figure, record, "How many times faster pylosses is")
 
 
@@ -407,7 +407,7 @@ def _classes(record: Record, rows: list[Row]) -> Any:
     """Curves: time against the number of classes, with the copy of the logits as the floor."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if "both" in row["ms"] and row["allocator"] == "default"]
+    rows = [row for row in rows if "both" in row["ms"] and row["allocator"] == "default" and not row["arguments"]]
     panels = list(dict.fromkeys((row["loss"], row["dtype"]) for row in rows))
     size = (5.6 * len(panels), 4.6)
     figure, grid = plt.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained", squeeze=False)
