@@ -31,21 +31,31 @@ constexpr double kNoMass = -745;
 inline void mark(uint8_t* found) { __atomic_store_n(found, uint8_t(1), __ATOMIC_RELAXED); }
 
 // The derivatives push_j - pull_j [j = y] with respect to p_j, upstream gradient included. Only differences of push matter:
-// where all have one sign they are taken relative to the one next to 0, which keeps most digits.
+// where all have one sign they are taken relative to the one next to 0, which keeps most digits. Two likely classes with almost
+// the same push have a gradient that is nothing but their difference: `rest` has what a push of type T leaves out.
 template <class T>
 struct ClassFactors {
   int64_t classes;
-  Scratch<T> push_, pull_;
-  T *push, *pull;
+  Scratch<T> push_, rest_, pull_;
+  T *push, *rest, *pull;
   explicit ClassFactors(int64_t classes)
-      : classes(classes), push_(classes), pull_(classes), push(push_.data), pull(pull_.data) {}
+      : classes(classes),
+        push_(classes),
+        rest_(classes),
+        pull_(classes),
+        push(push_.data),
+        rest(rest_.data),
+        pull(pull_.data) {}
 
   void set(const double* push_pull, double factor, const T* up) const {
     auto at = [&](int64_t j, int which) { return push_pull[2 * j + which] * (up ? factor * up[j] : factor); };
     double low = at(0, 0), high = low;
     for (int64_t j = 1; j < classes; ++j) low = at(j, 0) < low ? at(j, 0) : low, high = at(j, 0) > high ? at(j, 0) : high;
     double common = low > 0 ? low : high < 0 ? high : 0;
-    for (int64_t j = 0; j < classes; ++j) push[j] = static_cast<T>(at(j, 0) - common), pull[j] = static_cast<T>(at(j, 1));
+    for (int64_t j = 0; j < classes; ++j) {
+      double own = at(j, 0) - common;
+      push[j] = static_cast<T>(own), rest[j] = static_cast<T>(own - push[j]), pull[j] = static_cast<T>(at(j, 1));
+    }
   }
 };
 

@@ -14,8 +14,8 @@ struct RegionTiles {
   bool all_live = true;     // of the tile
   Tile<T> t;
   TileGradient<T> ce_gradient;
-  // dL/dx_j = e_j (gain (push_j - top) + offset), `label` at the label
-  alignas(64) T gain[kTileRows], top[kTileRows], offset[kTileRows], label[kTileRows];
+  // dL/dx_j = e_j (gain (push_j - top) + offset), `label` at the label; top_rest goes with top as rest_j with push_j
+  alignas(64) T gain[kTileRows], top[kTileRows], top_rest[kTileRows], offset[kTileRows], label[kTileRows];
 
   explicit RegionTiles(const Context<T>& c)
       : c(c),
@@ -117,24 +117,28 @@ struct RegionTiles {
   }
   // Everything is relative to the largest class: with it all but certain, neither its own push nor its 1 drown the rest.
   PYL_INLINE void set(int64_t r, V m, V others, V u_label, const ClassFactors<T>& k) {
-    V at_top{}, one = splat<V>(1);
-    const T *x = t.tile.data + r, *pushes = k.push;
+    V at_top{}, at_rest{}, one = splat<V>(1);
+    const T *x = t.tile.data + r, *pushes = k.push, *rests = k.rest;
     T* kept = t.exponentials + r;
     int64_t classes = c.p.classes, stride = t.stride;
-    for (int64_t j = 0; j < classes; ++j) at_top = where(load(x + j * stride) == m, splat<V>(pushes[j]), at_top);
+    for (int64_t j = 0; j < classes; ++j) {
+      Int<V> is_top = load(x + j * stride) == m;
+      at_top = where(is_top, splat<V>(pushes[j]), at_top), at_rest = where(is_top, splat<V>(rests[j]), at_rest);
+    }
     V e_label = exp_below(u_label - m), inverse = one / (others + e_label), hit = e_label * inverse, miss = others * inverse;
     V mean = inverse * sum_over<V>(classes, [&](int64_t j) {
                V e = exp_below(load(x + j * stride) - m);
                store(kept + j * stride, e);
-               return e * (pushes[j] - at_top);
+               return e * ((pushes[j] - at_top) + (rests[j] - at_rest));
              });
-    V push = t.gather(r, [&](int64_t, int64_t y) { return k.push[y]; });
+    V push = t.gather(r, [&](int64_t, int64_t y) { return k.push[y]; }) - at_top;
+    V rest = t.gather(r, [&](int64_t, int64_t y) { return k.rest[y]; }) - at_rest;
     V pull = t.gather(r, [&](int64_t, int64_t y) { return k.pull[y]; });
     V scale = load(t.sample + r) * inverse;
     store(gain + r, scale);
-    store(top + r, at_top);
+    store(top + r, at_top), store(top_rest + r, at_rest);
     store(offset + r, scale * (pull * hit - mean));
-    store(label + r, where(load(t.live + r) != 0, e_label * scale * ((push - at_top) - mean - pull * miss), V{}));
+    store(label + r, where(load(t.live + r) != 0, e_label * scale * ((push + rest) - mean - pull * miss), V{}));
   }
   PYL_INLINE void set_ce(int64_t r, V m, V d, V u_label) {
     ce_gradient.set(t, r, softmax_formula<T>(id_cross_entropy, c.k, row(r, m, d, u_label)), m, d, LaneScale<T>());
@@ -142,28 +146,28 @@ struct RegionTiles {
     if (!mapped) store(offset + r, load(offset + r) + load(ce_gradient.slope + r));  // the same exponentials
   }
   void write(const ClassFactors<T>& k) {
-    auto both = [&](int64_t j, int64_t r) {
-      return t.e(j, r) * (load(gain + r) * (k.push[j] - load(top + r)) + load(offset + r));
-    };
+    auto both = [&](int64_t j, int64_t r) { return t.e(j, r) * weight(k.push, k.rest, j, r); };
     auto rest = [&](int64_t j, int64_t r) {  // of cross-entropy
       V v{};
       if (mapped) v = load(ce_gradient.slope + r) * exp_below(t.u(j, r) - load(ce_gradient.m + r));
       if (smooth) v -= load(ce_gradient.pull + r) * (c.weight ? c.weight[j] : T(1));
       return t.map.cap > 0 ? v * t.du(j, r) : v;
     };
-    if (!mapped && !smooth && all_live) write_plain(k.push);
+    if (!mapped && !smooth && all_live) write_plain(k.push, k.rest);
     else
       t.write(label, [&](int64_t j, int64_t r) {
         V v = mapped || smooth ? both(j, r) + rest(j, r) : both(j, r);
         return where(load(t.live + r) != 0, v, V{});
       });
   }
-  void write_plain(const T* pushes) const {
+  void write_plain(const T* pushes, const T* rests) const {
     const T* e = t.exponentials;
     int64_t stride = t.stride;
-    t.write(label, [&](int64_t j, int64_t r) {
-      return load(e + j * stride + r) * (load(gain + r) * (pushes[j] - load(top + r)) + load(offset + r));
-    });
+    t.write(label, [&](int64_t j, int64_t r) { return load(e + j * stride + r) * weight(pushes, rests, j, r); });
+  }
+  PYL_INLINE V weight(const T* pushes, const T* rests, int64_t j, int64_t r) const {
+    V push = (pushes[j] - load(top + r)) + (rests[j] - load(top_rest + r));
+    return load(gain + r) * push + load(offset + r);
   }
 };
 

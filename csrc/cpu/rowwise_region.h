@@ -74,7 +74,7 @@ struct RegionRows {
     }
   }
   void emit(int64_t row, const RowWeights<T>& w, const OnlineSum<T>& online, double u_label, Partial& partial) {
-    SoftmaxRow<V> one = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
+    SoftmaxRow<V> one = softmax_row<T>(online.centre(), static_cast<T>(online.sum), u_label, w.w);
     if (smooth) {
       double spread = 0, log_d = __builtin_log(online.sum);
       double rest = (one.s[0] > 0 ? log_d : u_label - online.m) + one.log_total()[0];
@@ -121,12 +121,16 @@ struct RegionRows {
     T m = c.stat(0, row), d = c.stat(1, row), hit, miss;
     double u_label = logit(y);
     odds(m, d, u_label, hit, miss);
-    T top = k.push[y];
+    int64_t first = y;  // the largest class
     if (hit < miss)
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* u = rows.x.raw(j, n);
-        for (int64_t i = 0; i < n; ++i) top = u[i] == m && j + i != y ? k.push[j + i] : top;
+        for (int64_t i = 0; i < n; ++i) first = u[i] == m && j + i != y ? j + i : first;
       });
+    T top = k.push[first], top_rest = k.rest[first], push_label = (k.push[y] - top) + (k.rest[y] - top_rest);
+    auto push = [&](int64_t j, int64_t i, int64_t n) {
+      return (beside(k.push + j, i, n) - top) + (beside(k.rest + j, i, n) - top_rest);
+    };
     double sum = 0;
     over_others(rows.x, as_it_is, y, [&](const T* u, int64_t j, int64_t n) {
       V s[4] = {};
@@ -135,19 +139,19 @@ struct RegionRows {
         V one = exp_below(v - m);
         if (i + Lanes<T>::W <= n) store(e + i, one);
         else store_some(e + i, n - i, one);
-        s[a] += one * (beside(k.push + j, i, n) - top);
+        s[a] += one * push(j, i, n);
       });
       sum += sum_of((s[0] + s[1]) + (s[2] + s[3]));
     });
     T others = d == 0 ? miss * 0 : miss / d;  // of every exponential
-    T mean = static_cast<T>(others * sum) + hit * (k.push[y] - top), gain = w.s * others;
-    T offset = gain * (k.pull[y] * hit - mean), label = w.s * hit * ((k.push[y] - top) - mean - k.pull[y] * miss);
+    T mean = static_cast<T>(others * sum) + hit * push_label, gain = w.s * others;
+    T offset = gain * (k.pull[y] * hit - mean), label = w.s * hit * (push_label - mean - k.pull[y] * miss);
     SoftmaxGradient<T> g;
     T du_label = 1;
     if (ce) {
       T up = c.upstream(row, w);
       if (mapped) m = c.stat(2, row), d = c.stat(3, row), u_label = rows.at_label(y, 1, du_label);
-      g = gradient_of(c, w, up, m, d, u_label, du_label, RowScale<T>());
+      g = gradient_of(c, w, up, m, d, formula_of(c, w, m, d, u_label), du_label, RowScale<T>());
       label += g.label;
       if (!mapped) offset += g.slope;  // the same exponentials
     }
@@ -156,7 +160,7 @@ struct RegionRows {
     over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
       T* out = rows.grad.block(j);
       const T* u = mapped ? rows.x.mapped(rows.map, j, n, capped ? rows.du : nullptr) : nullptr;
-      map_lanes(kept.block(j), n, out, [&](V e, int64_t i) { return e * (gain * (beside(k.push + j, i, n) - top) + offset); });
+      map_lanes(kept.block(j), n, out, [&](V e, int64_t i) { return e * (gain * push(j, i, n) + offset); });
       if (mapped || smooth)
         write_lanes(out, n, [&](int64_t i) {
           V v = mapped ? g.slope * exp_below(beside(u, i, n) - m) : V{};

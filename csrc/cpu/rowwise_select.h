@@ -328,7 +328,7 @@ struct SelectRows {
   SoftmaxGradient<T> cross_entropy_gradient(const RowWeights<T>& w, T up, const CrossEntropyRow<T>& ce) const {
     T m = static_cast<T>(ce.m), d = static_cast<T>(ce.d);
     if (c.p.soft) return soft_gradient_of(c, w, up, m, d, ce.mass);
-    return gradient_of(c, w, up, m, d, ce.u_label, ce.du_label, RowScale<T>());
+    return gradient_of(c, w, up, m, d, formula_of(c, w, m, d, ce.u_label), ce.du_label, RowScale<T>());
   }
 
   // The sums of shares and own derivatives over the selected classes beyond the first rank, which lie in the lanes.

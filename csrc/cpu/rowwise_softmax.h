@@ -165,10 +165,10 @@ struct OthersNorm {
 
 // The formula's view of one row, from the statistics that backward has too.
 template <class T>
-SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, double d, double u_label, T w) {
+SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, T d, double u_label, T w) {
   typedef typename Lanes<T>::V V;
-  double lse = m + __builtin_log(d), a = (m - u_label) + __builtin_log(d);  // of the others: their sum relative to it is 1
-  if (u_label == __builtin_inf()) a = __builtin_nan("");                    // as the softmax of +inf
+  double log_d = __builtin_log(d), lse = m + log_d, a = (m - u_label) + log_d;  // of the others: their sum relative to it is 1
+  if (u_label == __builtin_inf()) a = __builtin_nan("");                        // as the softmax of +inf
   return {splat<V>(static_cast<T>(a)), splat<V>(1), splat<V>(w), splat<V>(static_cast<T>(u_label)),
           splat<V>(static_cast<T>(lse))};
 }
@@ -202,11 +202,14 @@ struct SoftmaxGradient {
 
 // From the statistics that forward saves: with labels m and d are those of the other classes.
 template <class T>
-SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, double u_label, T du_label,
-                               const RowScale<T>& norm) {
-  SoftmaxGradient<T> g;
+SoftmaxResult<typename Lanes<T>::V> formula_of(const Context<T>& c, const RowWeights<T>& w, T m, T d, double u_label) {
   int formula = has_cross_entropy(c.p.loss) ? static_cast<int>(id_cross_entropy) : c.p.loss;
-  auto result = softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
+  return softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
+}
+template <class T>
+SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d,
+                               const SoftmaxResult<typename Lanes<T>::V>& result, T du_label, const RowScale<T>& norm) {
+  SoftmaxGradient<T> g;
   g.counts = c.counted(w, result.loss[0] + result.extra[0]);
   g.m = m, g.scale = norm.scale;
   g.slope = up * result.slope[0], g.pull = up * result.pull[0];
@@ -344,7 +347,8 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         rows.kept.set_base(j, norm || x.top_known ? online.below(u, n, e) : online.block(u, n, e));
       });
       RowWeights<T> w = c.weights(row, y);
-      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), online.sum, u_label, w.w);
+      T d = static_cast<T>(online.sum);
+      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), d, u_label, w.w);
       if (smooth) {
         double rest = (r.s[0] > 0 ? __builtin_log(online.sum) : u_label - online.m) + r.log_total()[0];
         double spread = 0;
@@ -357,13 +361,13 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       auto result = softmax_formula<T>(c.p.loss, c.k, r);
       c.emit(row, w, result.loss[0], result.extra[0], sums);
       if (!c.stats) continue;
-      T d = static_cast<T>(online.sum), mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
+      T mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
       c.stat(0, row) = online.centre();
       c.stat(1, row) = d;
       if (norm) c.stat(2, row) = others, c.stat(3, row) = mean_x;
       if (!c.ahead()) continue;
       RowScale<T> scaled = norm ? RowScale<T>(c, others, *x.raw(y, 1), mean_x) : RowScale<T>();
-      rows.write(row, y, gradient_of(c, w, c.upstream(row, w), online.centre(), d, u_label, du_label, scaled));
+      rows.write(row, y, gradient_of(c, w, c.upstream(row, w), online.centre(), d, result, du_label, scaled));
     }
   });
 }
@@ -390,7 +394,7 @@ void softmax_backward(const Context<T>& c) {
       RowScale<T> scaled = norm ? RowScale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
       T du_label;
       double u_label = rows.at_label(y, scaled.scale, du_label);
-      rows.write(row, y, gradient_of(c, w, up, m, d, u_label, du_label, scaled));
+      rows.write(row, y, gradient_of(c, w, up, m, d, formula_of(c, w, m, d, u_label), du_label, scaled));
     }
   });
 }

@@ -263,19 +263,25 @@ PYL_INLINE V tanh(V x, V& slope) {
   return where(x < 0, -t, t);
 }
 
-// ---- across lanes, in a fixed order ----
+// ---- across lanes, in a fixed order: halves onto halves ----
 
 template <class V>
 PYL_INLINE Scalar<V> max_of(V v) {
-  Scalar<V> m = v[0];
-  for (unsigned i = 1; i < sizeof(V) / sizeof(m); ++i) m = larger(v[i], m);
-  return m;
+  constexpr int W = sizeof(V) / sizeof(Scalar<V>);
+  Scalar<V> m[W];
+  for (int i = 0; i < W; ++i) m[i] = v[i];
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) m[i] = larger(m[i + half], m[i]);
+  return m[0];
 }
 template <class V>
 PYL_INLINE double sum_of(V v) {
-  double s = 0;
-  for (unsigned i = 0; i < sizeof(V) / sizeof(Scalar<V>); ++i) s += v[i];
-  return s;
+  constexpr int W = sizeof(V) / sizeof(Scalar<V>);
+  double s[W];
+  for (int i = 0; i < W; ++i) s[i] = v[i];
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) s[i] += s[i + half];
+  return s[0];
 }
 template <class I>
 PYL_INLINE bool any(I mask) {
