@@ -222,7 +222,9 @@ def _adr_rows(
         uncertainty = _mean(uncertainty, None).expand_as(concentration)
     if detach_phi:
         uncertainty = uncertainty.detach()
-    return _density(concentration, uncertainty, top, top / 2 if form == "gauss" else top)
+    # In float64, as in the kernels: a density with a large exponent magnifies the rounding of its logarithm.
+    density = _density(concentration.double(), uncertainty.double(), top, top / 2 if form == "gauss" else top)
+    return density.to(concentration.dtype)
 
 
 def _adr(rows: Rows, *, top: int, phi: str, **own: Any) -> RowLoss:

@@ -125,24 +125,25 @@ class Softmax:
             found["lse"] = torch.logaddexp(found["rest"], label)
         else:
             # The largest e is 1: in float64 its sum with the others is exact enough for the logarithm of a confident row.
-            (total,) = group.sum(e.sum(dim=1, dtype=torch.float64))
-            found["lse"] = torch.where(empty, torch.nan, total.log()).to(x.dtype)
+            given = [e.sum(dim=1, dtype=torch.float64)]
+            if self.entropy:
+                given.append((e * _unmasked(u - peak[:, None])).sum(dim=1, dtype=torch.float64))
+            total, *moment = group.sum(*given)
+            lse = torch.where(empty, torch.nan, total.log())
+            found["lse"] = lse.to(x.dtype)
+            if self.entropy:
+                found["entropy"] = (lse - moment[0] / total).to(x.dtype)  # both terms are positive: nothing cancels
         del e, others
-        if self.mass is not None or self.entropy or self.variance:
+        if self.mass is not None or self.variance:
             sums: Values = {}
-            lower = u - peak[:, None]
-            logp = lower - found["lse"][:, None]
+            logp = u - peak[:, None] - found["lse"][:, None]
             if self.mass is not None:
                 q = self._mass(block)
                 sums["nll"] = torch.where(q == 0, 0, -q * logp).sum(dim=1)
                 sums["quantity"] = q.expand_as(logp).sum(dim=1)
-            if self.entropy:
-                sums["entropy"] = -(logp.exp() * torch.where(lower == -torch.inf, 0, lower)).sum(dim=1)
             if self.variance:
                 sums["variance"] = -(logp.exp() * torch.expm1(logp)).sum(dim=1)
             found |= zip(sums, group.sum(*sums.values()), strict=True)
-            if self.entropy:
-                found["entropy"] += found["lse"]  # both terms are positive: nothing cancels
         if self.top:
             found["top"], found["places"] = _top(block, u, self.top)
             found["chances"] = (found["top"] - peak[:, None] - found["lse"][:, None]).exp()
