@@ -98,7 +98,7 @@ def test_rows(spec, sample, backend, kind, dtype):
 
 @pytest.mark.parametrize("backend", backends_of(LOSSES["target"], reference=False))
 def test_float64_sums_of_many_classes(backend):
-    """sum e^(x_j - x_y) over 32000 classes: as 1 / p - 1 it magnifies the rounding of a logarithm, here it is in long double."""
+    """sum e^(x_j - x_y) over 32000 classes: 1 / p - 1 magnifies the rounding of a logarithm; here in long double."""
     if np.finfo(np.longdouble).eps > 1e-18:
         pytest.skip("long double is float64 here")
     c = case(LOSSES["target"], 4, "huge", torch.float64).but(reduction="none")

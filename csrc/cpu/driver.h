@@ -319,13 +319,14 @@ Partial look_at_labels(const Context<T>& c) {
               }
           });
         if (!c.ahead() || (check && plain) || sums.bad >= 0) return;
-        sums.mass = sums.extra_mass = 0;
+        long double mass = 0, extra = 0;  // the forward that does not write the gradient adds them in another order
         for (int64_t i = begin; i < end; ++i) {
           int64_t y = c.label(i);
           if (y < 0) continue;
           RowWeights<T> w = c.weights(i, y);
-          sums.mass += static_cast<double>(w.s) * w.mass, sums.extra_mass += w.s;
+          mass += static_cast<double>(w.s) * w.mass, extra += w.s;
         }
+        sums.mass = static_cast<double>(mass), sums.extra_mass = static_cast<double>(extra);
       });
   return found;
 }

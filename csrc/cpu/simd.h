@@ -33,7 +33,7 @@ struct Lanes<float> {
   // exp(x) is 0 below and inf above; in between 2^n fits a normal number
   static constexpr float exp_min = -87.3f, exp_max = 88.72f, smallest = 1.17549435e-38f;
   static constexpr float ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, round = 12582912.0f;
-  static constexpr float exp_zero = -90;             // 2^n is below every number there
+  static constexpr float exp_zero = -105;            // e^x is below every number there
   static constexpr int32_t round_bits = 0x4b400000;  // of `round`
 };
 template <>
@@ -46,7 +46,7 @@ struct Lanes<double> {
   static constexpr int W = kBytes / 8, mantissa = 52, bias = 1023;
   static constexpr double exp_min = -708.3, exp_max = 709.78, smallest = 2.2250738585072014e-308;
   static constexpr double ln2_hi = 6.93147180369123816490e-01, ln2_lo = 1.90821492927058770002e-10, round = 6755399441055744.0;
-  static constexpr double exp_zero = -712;
+  static constexpr double exp_zero = -746;
   static constexpr int64_t round_bits = 0x4338000000000000;
 };
 typedef Lanes<float>::V vf;
@@ -83,7 +83,11 @@ template <class T>
 PYL_INLINE T larger(T a, T b) {  // the second operand when either is NaN
   return a > b ? a : b;
 }
-#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction, which the compiler sees in some places only
+// One instruction, which the compiler sees in some places only. (GCC 12 warns of the intrinsics without a mask.)
+#if defined(__AVX512F__)
+PYL_INLINE vf larger(vf a, vf b) { return (vf)_mm512_maskz_max_ps((__mmask16)-1, (__m512)a, (__m512)b); }
+PYL_INLINE vd larger(vd a, vd b) { return (vd)_mm512_maskz_max_pd((__mmask8)-1, (__m512d)a, (__m512d)b); }
+#elif defined(__AVX2__)
 PYL_INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 PYL_INLINE vd larger(vd a, vd b) { return (vd)_mm256_max_pd((__m256d)a, (__m256d)b); }
 #endif
@@ -127,19 +131,30 @@ PYL_INLINE V reduce_exp(V x, Int<V>& bits) {
   return (x - n * L::ln2_hi) - n * L::ln2_lo;
 }
 
+#if defined(__AVX512F__)  // p 2^n, 0 where that is below every number
+PYL_INLINE vf scaled(vf p, vf n) { return (vf)_mm512_maskz_scalef_ps((__mmask16)-1, (__m512)p, (__m512)n); }
+PYL_INLINE vd scaled(vd p, vd n) { return (vd)_mm512_maskz_scalef_pd((__mmask8)-1, (__m512d)p, (__m512d)n); }
+#endif
+
 // e^x for x <= 88 (709), exactly 0 far down, NaN for NaN: the one in the inner loops. Above its range it gives some number.
-// 2^n is built as an integer that stops at 0, so that the far tail needs no comparison.
+// AVX-512 scales by 2^n in one instruction. Elsewhere 2^n is built as an integer that stops at 0, so that the far tail needs no
+// comparison.
 template <class V>
 PYL_INLINE V exp_below(V x) {
   typedef Lanes<Scalar<V>> L;
+  x = larger(splat<V>(L::exp_zero), x);
+#if defined(__AVX512F__)
+  V n = (x * Scalar<V>(1.4426950408889634074) + L::round) - L::round;
+  return scaled(exp_tail((x - n * L::ln2_hi) - n * L::ln2_lo) + 1, n);
+#else
   typedef typename L::IntScalar S;
   constexpr Scalar<V> round = L::round + L::bias;  // its last bits are those of 0 in the exponent's code
-  x = larger(splat<V>(L::exp_zero), x);
   V t = x * Scalar<V>(1.4426950408889634074) + round, n = t - round;
   V r = (x - n * L::ln2_hi) - n * L::ln2_lo;
   Int<V> floor = Int<V>{} + static_cast<S>(L::round_bits);
   Int<V> code = larger((Int<V>)t, floor) << L::mantissa;
   return (exp_tail(r) + 1) * (V)code;
+#endif
 }
 
 template <class V>
