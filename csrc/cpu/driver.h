@@ -319,7 +319,7 @@ Partial look_at_labels(const Context<T>& c) {
               }
           });
         if (!c.ahead() || (check && plain) || sums.bad >= 0) return;
-        long double mass = 0, extra = 0;  // the forward that does not write the gradient adds them in another order
+        long double mass = 0, extra = 0;  // backward's divisor is added up in another order
         for (int64_t i = begin; i < end; ++i) {
           int64_t y = c.label(i);
           if (y < 0) continue;

@@ -12,8 +12,6 @@ static int64_t forward_as(const Problem& p) {
   if (c.ahead()) c.begin_ahead(labels);
   Family family = family_of(p.loss);
   switch (family) { PYL_FAMILIES(PYL_FORWARD) }
-  // One divisor for the loss, the gradient that is written now and the one that backward would write.
-  if (c.ahead()) total.mass = labels.mass, total.extra_mass = labels.extra_mass;
   if (family != Family::region) c.finish(total);  // which reduces classes, not rows
   return -1;
 }
