@@ -182,14 +182,14 @@ struct Context {
   }
   // The reduced loss of rows; keeps its divisors.
   double reduced(const Partial& sums) const {
-    double mass = sums.mass, extra_mass = sums.extra_mass;
-    if (p.normalizer >= 0) mass = extra_mass = p.normalizer;
-    if (p.reduction == Reduction::sum) mass = extra_mass = 1;
-    if (divisors) {
-      divisors[0] = static_cast<T>(mass);
-      divisors[1] = static_cast<T>(extra_mass);
-    }
-    return divide(sums.sum, mass) + divide(sums.extra, extra_mass);
+    keep_divisors(sums);
+    return divide(sums.sum, divisor(sums.mass)) + divide(sums.extra, divisor(sums.extra_mass));
+  }
+  double divisor(double mass) const { return p.reduction == Reduction::sum ? 1 : p.normalizer >= 0 ? p.normalizer : mass; }
+  void keep_divisors(const Partial& sums) const {
+    if (!divisors) return;
+    divisors[0] = static_cast<T>(divisor(sums.mass));
+    divisors[1] = static_cast<T>(divisor(sums.extra_mass));
   }
   static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
@@ -204,10 +204,7 @@ struct Context {
     if (p.reduction != Reduction::none) set_base(*static_cast<const T*>(p.grad_out), divisors[0], divisors[1]);
   }
   // Before a forward that writes the gradient: the divisors are known from the labels.
-  void begin_ahead(const Partial& counted) {
-    bool sum = p.reduction == Reduction::sum, given = p.normalizer >= 0;
-    set_base(1, sum ? 1 : given ? p.normalizer : counted.mass, sum ? 1 : given ? p.normalizer : counted.extra_mass);
-  }
+  void begin_ahead(const Partial& counted) { set_base(1, divisor(counted.mass), divisor(counted.extra_mass)); }
   bool ahead() const { return out && p.grad; }
   // A gradient that no cache holds until it is read had better not pass through one: memory is not read before it is written.
   bool streams() const { return p.rows * p.classes * static_cast<int64_t>(sizeof(T)) > (int64_t(32) << 20); }
@@ -319,7 +316,7 @@ Partial look_at_labels(const Context<T>& c) {
               }
           });
         if (!c.ahead() || (check && plain) || sums.bad >= 0) return;
-        long double mass = 0, extra = 0;  // backward's divisor is added up in another order
+        long double mass = 0, extra = 0;  // the loss adds them up in another order
         for (int64_t i = begin; i < end; ++i) {
           int64_t y = c.label(i);
           if (y < 0) continue;

@@ -13,6 +13,7 @@ static int64_t forward_as(const Problem& p) {
   Family family = family_of(p.loss);
   switch (family) { PYL_FAMILIES(PYL_FORWARD) }
   if (family != Family::region) c.finish(total);  // which reduces classes, not rows
+  if (c.ahead()) c.keep_divisors(labels);         // a second backward divides by what this one did
   return -1;
 }
 template <class T>
