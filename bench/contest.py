@@ -30,7 +30,7 @@ from .worker import Measurement
 
 ROW, LOGITS = "extra bytes a row", "extra bytes a byte of logits"  #: units of extra memory
 MOST = 500  #: rounds
-STEPS, SECONDS = 10, 1.2  #: most steps of a turn, and how long it lasts at the speed of its fastest step
+SECONDS = 1.2  #: how long a turn lasts at the speed of its fastest step
 
 Steps = dict[str, Callable[[], dict[str, float]]]
 
@@ -46,9 +46,7 @@ def step(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> dict[str, f
 
 def turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Seconds of a few steps in a row: their median, and the first."""
-    taken = [step()["both"]]
-    while len(taken) < STEPS and len(taken) * min(taken) < SECONDS:
-        taken.append(step()["both"])
+    taken = [sample["both"] for sample in timing.turn(step, SECONDS)]
     return {"both": statistics.median(taken), "first": taken[0]}
 
 

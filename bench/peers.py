@@ -7,7 +7,9 @@ equality, `parity` prints it as a table, and a test checks it wherever the libra
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -44,7 +46,7 @@ class Peer:
         if self.module is None:
             return self.make(torch), None
         try:
-            return self.make(importlib.import_module(self.module)), None
+            return self.make(_imported(self.module)), None
         except ModuleNotFoundError as error:
             if error.name == self.module.partition(".")[0]:
                 return None, f"not installed: pip install {self.library}"
@@ -61,6 +63,22 @@ class Peer:
         if not self.half and dtype in (torch.bfloat16, torch.float16):
             return f"does not take {str(dtype).removeprefix('torch.')}"
         return None
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of a library; alone, if the whole library does not import: losses need no torchvision, their packages do."""
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        package = name.partition(".")[0]
+        spec = importlib.util.find_spec(package)
+        if spec is None or package == name:
+            raise
+        sys.modules[package] = importlib.util.module_from_spec(spec)  # not executed
+        try:
+            return importlib.import_module(name)
+        finally:
+            del sys.modules[package]
 
 
 def _with_channel(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:

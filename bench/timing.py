@@ -1,13 +1,16 @@
 """Interleaved rounds, their spread, the noise of the machine, and peak memory.
 
-Every round runs each provider once, in rotating order, so that whatever the machine does meanwhile hits all alike; speed-ups
-are ratios within a round. A step is what training does: a fresh leaf, forward, backward, gradient released.
+In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
+speed-ups are ratios within a round. A turn is a few steps in a row, of a slow provider a single one, and its median counts: the
+first step of a fast provider may pay for what the one before it did to caches and memory. A step is what training does: a fresh
+leaf, forward, backward, gradient released.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import statistics
 import time
@@ -26,6 +29,9 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
+TURN_STEPS, TURN_SECONDS = 10, 0.25  #: most steps of a turn, and how long it lasts at the speed of its fastest step
+SETTLED = 0.05  #: rounds go on while the median of a ratio is less certain than this,
+LONGER = 5  #: up to so many times the budget
 
 
 class Clock:
@@ -109,8 +115,29 @@ def copy_step(source: Tensor, buffer: Tensor, device: str) -> dict[str, float]:
 Samples = dict[str, list[dict[str, float]]]
 
 
-def rounds(steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, least: int, most: int) -> Samples:
-    """Samples of every step by name, one a round, for about `budget` seconds."""
+def turn(step: Callable[[], dict[str, float]], seconds: float = TURN_SECONDS) -> list[dict[str, float]]:
+    """What a few steps in a row take."""
+    taken = [step()]
+    while len(taken) < TURN_STEPS and len(taken) * min(_whole(sample) for sample in taken) < seconds:
+        taken.append(step())
+    return taken
+
+
+def _whole(sample: dict[str, float]) -> float:
+    """Seconds of everything that was timed."""
+    return sample.get("both", 0.0) + sample.get("no_grad", 0.0)
+
+
+def median_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What a step of a turn takes in each mode."""
+    taken = turn(step)
+    return {mode: statistics.median(sample[mode] for sample in taken) for mode in taken[0]}
+
+
+def rounds(
+    steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, least: int, most: int, ours: str | None = None
+) -> Samples:
+    """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain."""
     samples: Samples = {name: [] for name in steps}
     names = list(steps)
     gc.collect()
@@ -118,7 +145,8 @@ def rounds(steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, l
     try:
         start = time.perf_counter()
         for i in range(most):
-            if i >= least and time.perf_counter() - start > budget:
+            elapsed = time.perf_counter() - start
+            if i >= least and elapsed > budget and (ours is None or elapsed > LONGER * budget or settled(samples, ours)):
                 break
             shift = i % len(names)
             for name in names[shift:] + names[:shift]:
@@ -126,6 +154,16 @@ def rounds(steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, l
     finally:
         gc.enable()
     return samples
+
+
+def settled(samples: Samples, ours: str) -> bool:
+    """Whether the ratios of whole steps to ours have medians that more rounds would hardly move."""
+    for taken in samples.values():
+        found = ratios(taken, samples[ours])
+        ratio = found.get("both") or found.get("no_grad")
+        if ratio and ratio["high"] - ratio["low"] > SETTLED * ratio["median"] * math.sqrt(len(taken)):
+            return False
+    return True
 
 
 def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -181,11 +181,12 @@ class Measurement:
             self.say(event="provider", name=name, doing="warm-up")
             step()
         self.say(event="provider", name="", doing="timing")
+        ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
+        turns = {name: partial(timing.median_turn, step) for name, step in steps.items()}
         before = timing.Load.now()
-        samples = timing.rounds(steps, self.request["budget"], self.request["least"], ROUNDS_MOST)
+        samples = timing.rounds(turns, self.request["budget"], self.request["least"], ROUNDS_MOST, ours)
         noise = timing.noise(before, timing.Load.now())
 
-        ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
         for name, taken in samples.items():
             row = self.found[name]
             row.update(rounds=len(taken), ms=timing.summary(taken), noise=noise)

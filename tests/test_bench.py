@@ -196,6 +196,21 @@ def test_a_missing_peer_and_one_that_needs_cuda_are_rows(monkeypatch):
     assert (rows["needs-cuda"]["status"], rows["needs-cuda"]["reason"]) == ("missing", "needs CUDA")
 
 
+def test_losses_of_a_package_that_does_not_import_are_imported_alone(tmp_path, monkeypatch):
+    (tmp_path / "half_broken" / "losses").mkdir(parents=True)
+    (tmp_path / "half_broken" / "__init__.py").write_text("import half_broken.losses, no_such_dependency")
+    (tmp_path / "half_broken" / "losses" / "__init__.py").write_text("from .one import ONE")
+    (tmp_path / "half_broken" / "losses" / "one.py").write_text("ONE = 1")
+    (tmp_path / "half_broken" / "models.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    peer = peers.Peer("half-broken", "half_broken.losses", "focal", "", lambda losses: lambda x, y: losses.ONE)
+    call, reason = peer.load()
+    assert reason is None and call(None, None) == 1
+    assert "half_broken" not in sys.modules  # to everybody else it is as broken as before
+    models = dataclasses.replace(peer, module="half_broken.models")
+    assert models.load() == (None, "cannot be imported: No module named 'no_such_dependency'")
+
+
 def test_too_little_memory_is_a_row(monkeypatch):
     monkeypatch.setattr(timing, "available_memory", lambda device: 1024)
     assert {row["status"] for name, row in measured().items() if name != "copy"} == {"memory"}
@@ -218,6 +233,25 @@ def test_rounds_interleave_and_rotate():
     samples = timing.rounds(steps, budget=0.0, least=3, most=10)
     assert "".join(order) == "abcbcacab"
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    for theirs, expected in (([2.0], 3), ([1.0, 3.0], 5)):  # five times the budget, a second a round
+        values = iter(theirs * 20)
+        steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda values=values: {"both": next(values)}}
+        assert len(timing.rounds(steps, budget=1.0, least=3, most=10, ours="ours")["ours"]) == expected
+
+
+def test_a_turn_is_a_few_steps_and_its_median_counts():
+    taken = iter([0.2, 0.1, 0.1, 0.1])
+    assert timing.median_turn(lambda: {"forward": 0.0, "both": next(taken), "no_grad": 0.0}) == {
+        "forward": 0.0,
+        "both": 0.1,
+        "no_grad": 0.0,
+    }
+    assert list(taken) == [0.1]  # three steps: a quarter of a second at the speed of the fastest
 
 
 def test_ratios_are_taken_round_by_round():
