@@ -113,6 +113,13 @@ def statistics(
 
 
 @triton.jit
+def above(e, rest, squares, d):
+    """p - sum p^2, from a sum of e^2 without the first class. One that all but ties with it by how far it is behind."""
+    near = (rest - squares)[:, None] - (1.0 - e) * d[:, None]
+    return tl.where(e > 0.5, near, e * d[:, None] - (1.0 + squares)[:, None]) / (d * d)[:, None]
+
+
+@triton.jit
 def backward(
     p_x, p_y, p_soft, p_weight, p_shift, p_sample, p_weight_sum, p_saved, p_slopes, p_mean_slope, p_up, p_grad,
     outer, S, C, count, x_at, soft_at, grad_at, ignore,
@@ -162,22 +169,18 @@ def backward(
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
-        first = o_c[None, :] == i_first[:, None]
         inside = behind(x, o_c, last, i_last) == 0
         z = x - m[:, None]
         e = exp(z)
         p = e / d[:, None]
-        if VARIANCE:  # -2 C / (C - 1) (p - sum p^2), the first class by what does not cancel
-            squares = (1.0 + second) / (d * d)
-            direction = tl.where(first, ((rest - second) / (d * d))[:, None], p - squares[:, None])
-            direction = direction * (-2.0 * C / tl.maximum(C - 1, 1).to(ACC))
+        if VARIANCE:  # -2 C / (C - 1) (p - sum p^2)
+            direction = above(e, rest, second, d) * (-2.0 * C / tl.maximum(C - 1, 1).to(ACC))
         else:
             direction = (second[:, None] - z) / tl.where(C > 1, log(tl.maximum(C, 2).to(ACC)), 1.0)
         if L1:  # [selected] - T
             pull = tl.where(inside, ((rest - others) / d)[:, None], (-(1.0 + others) / d)[:, None])
         else:  # 2 ([selected] p - T)
-            chosen = tl.where(inside, e * d[:, None], 0.0) - (1.0 + others)[:, None]
-            pull = 2.0 * tl.where(first, (rest - others)[:, None], chosen) / (d * d)[:, None]
+            pull = 2.0 * tl.where(inside, above(e, rest, others, d), (-(1.0 + others) / (d * d))[:, None])
         g = p * (by_phi[:, None] * direction + by_t[:, None] * pull)
         g = tl.where(x == -float("inf"), 0.0, g) + (rest - rest)[:, None]
         if CE != ALONE:
