@@ -30,7 +30,7 @@ from .worker import Measurement
 
 ROW, LOGITS = "extra bytes a row", "extra bytes a byte of logits"  #: units of extra memory
 MOST = 500  #: rounds
-SECONDS = 1.2  #: how long a turn lasts at the speed of its fastest step
+TURN = 10, 1.2  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
 
 Steps = dict[str, Callable[[], dict[str, float]]]
 
@@ -46,7 +46,7 @@ def step(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> dict[str, f
 
 def turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Seconds of a few steps in a row: their median, and the first."""
-    taken = [sample["both"] for sample in timing.turn(step, SECONDS)]
+    taken = [sample["both"] for sample in timing.turn(step, *TURN)]
     return {"both": statistics.median(taken), "first": taken[0]}
 
 

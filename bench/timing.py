@@ -2,8 +2,8 @@
 
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
 speed-ups are ratios within a round. A turn is a few steps in a row, of a slow provider a single one, and its median counts: the
-first step of a fast provider may pay for what the one before it did to caches and memory. A step is what training does: a fresh
-leaf, forward, backward, gradient released.
+first step may pay for what others did to caches and memory, up to five times the usual where a virtual machine hands memory back
+to its host. A step is what training does: a fresh leaf, forward, backward, gradient released.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-TURN_STEPS, TURN_SECONDS = 10, 0.25  #: most steps of a turn, and how long it lasts at the speed of its fastest step
+TURN = 5, 1.0  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
 SETTLED = 0.05  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: up to so many times the budget
 
@@ -115,10 +115,10 @@ def copy_step(source: Tensor, buffer: Tensor, device: str) -> dict[str, float]:
 Samples = dict[str, list[dict[str, float]]]
 
 
-def turn(step: Callable[[], dict[str, float]], seconds: float = TURN_SECONDS) -> list[dict[str, float]]:
+def turn(step: Callable[[], dict[str, float]], most: int, seconds: float) -> list[dict[str, float]]:
     """What a few steps in a row take."""
     taken = [step()]
-    while len(taken) < TURN_STEPS and len(taken) * min(_whole(sample) for sample in taken) < seconds:
+    while len(taken) < most and len(taken) * min(_whole(sample) for sample in taken) < seconds:
         taken.append(step())
     return taken
 
@@ -130,7 +130,7 @@ def _whole(sample: dict[str, float]) -> float:
 
 def median_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
     """What a step of a turn takes in each mode."""
-    taken = turn(step)
+    taken = turn(step, *TURN)
     return {mode: statistics.median(sample[mode] for sample in taken) for mode in taken[0]}
 
 

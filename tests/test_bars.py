@@ -13,8 +13,8 @@ import pylosses
 from pylosses import cli
 from pylosses.spec import LOSSES
 
-bars, contest, eager, peers, providers, report, shapes, timing = (
-    cli.bench_module(name) for name in ("bars", "contest", "eager", "peers", "providers", "report", "shapes", "timing")
+bars, contest, eager, peers, providers, report, shapes = (
+    cli.bench_module(name) for name in ("bars", "contest", "eager", "peers", "providers", "report", "shapes")
 )
 
 ROWS = shapes.Shape("rows", (12, 40), "rows")
@@ -127,7 +127,7 @@ def test_a_turn_is_a_few_steps_and_a_slow_side_makes_one():
         return calls, lambda: calls.append(0) or {"both": next(taken)}
 
     calls, step = side(0.9, 0.1)
-    assert contest.turn(step) == {"both": 0.1, "first": 0.9} and len(calls) == timing.TURN_STEPS
+    assert contest.turn(step) == {"both": 0.1, "first": 0.9} and len(calls) == contest.TURN[0]
     calls, step = side(2.0)
     assert contest.turn(step) == {"both": 2.0, "first": 2.0} and len(calls) == 1
 

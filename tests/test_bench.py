@@ -245,13 +245,13 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
 
 
 def test_a_turn_is_a_few_steps_and_its_median_counts():
-    taken = iter([0.2, 0.1, 0.1, 0.1])
+    taken = iter([0.9, 0.4, 0.4, 0.4])
     assert timing.median_turn(lambda: {"forward": 0.0, "both": next(taken), "no_grad": 0.0}) == {
         "forward": 0.0,
-        "both": 0.1,
+        "both": 0.4,
         "no_grad": 0.0,
     }
-    assert list(taken) == [0.1]  # three steps: a quarter of a second at the speed of the fastest
+    assert list(taken) == [0.4]  # three steps: a second at the speed of the fastest
 
 
 def test_ratios_are_taken_round_by_round():
