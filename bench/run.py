@@ -156,7 +156,7 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
             for i, own in enumerate(variants(spec, arguments.peers)):
                 text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())
                 brief = not asked and (i > 0 or dtype != dtypes[0])  # i > 0: arguments of a peer, to compare with it
-                if brief and i > 0 and (dtype != dtypes[0] or shape in shapes.SWEEP):
+                if brief and i > 0 and (dtype != dtypes[0] or shape in shapes.SWEEP or shape.name in shapes.LARGEST):
                     continue
                 allocators = tuple(ALLOCATORS) if both and not brief else ("default",)
                 found.append(Configuration(spec.name, i, text, shape, dtype, compile and (asked or i == 0), allocators))

@@ -2,8 +2,8 @@
 
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
 speed-ups are ratios within a round. A turn is a few steps in a row, of a slow provider a single one, and its median counts: the
-first step may pay for what others did to caches and memory, up to five times the usual where a virtual machine hands memory back
-to its host. A step is what training does: a fresh leaf, forward, backward, gradient released.
+first step may pay for what others did to caches and memory, up to five times the usual where a virtual machine hands memory
+back to its host. A step is what training does: a fresh leaf, forward, backward, gradient released.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-TURN = 5, 1.0  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
+TURN = 10, 0.8  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
 SETTLED = 0.05  #: rounds go on while the median of a ratio is less certain than this,
-LONGER = 5  #: up to so many times the budget
+LONGER = 3  #: up to so many times the budget
 
 
 class Clock:
@@ -129,9 +129,9 @@ def _whole(sample: dict[str, float]) -> float:
 
 
 def median_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a step of a turn takes in each mode."""
+    """What a step of a turn takes in each mode; of an even number the lower median, as disturbances only add."""
     taken = turn(step, *TURN)
-    return {mode: statistics.median(sample[mode] for sample in taken) for mode in taken[0]}
+    return {mode: statistics.median_low(sample[mode] for sample in taken) for mode in taken[0]}
 
 
 def rounds(
