@@ -30,6 +30,7 @@ from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
 TURN = 10, 0.8  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
+SLOW = 4.0  #: seconds; a turn has three steps at least unless they take longer
 SETTLED = 0.05  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 3  #: up to so many times the budget
 
@@ -118,7 +119,7 @@ Samples = dict[str, list[dict[str, float]]]
 def turn(step: Callable[[], dict[str, float]], most: int, seconds: float) -> list[dict[str, float]]:
     """What a few steps in a row take."""
     taken = [step()]
-    while len(taken) < most and len(taken) * min(_whole(sample) for sample in taken) < seconds:
+    while len(taken) < most and len(taken) * min(map(_whole, taken)) < (seconds if len(taken) > 2 else max(seconds, SLOW)):
         taken.append(step())
     return taken
 

@@ -89,7 +89,7 @@ def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Ten
 
     Writing it while the logits are in the cache saves backward from reading them again.
     """
-    saved = new_saved(call, x)
+    saved = pool.new_bytes(saved_bytes(call, x))
     if not is_known_early(call):
         return _forward(call, x, saved.data_ptr(), 0, ()), saved, None
     gradient = pool.new_gradient(x) if out is None else out
@@ -153,7 +153,12 @@ def loss_shape(call: Call, x: Tensor) -> torch.Size:
 
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
-    """Bytes for what backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
+    """Memory for what backward needs, from torch: it may be traced."""
+    return torch.empty(saved_bytes(call, x), dtype=torch.uint8)
+
+
+def saved_bytes(call: Call, x: Tensor) -> int:
+    """What backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
     classes = x.shape[1 if x.dim() > 1 else 0]
     rows = x.numel() // classes
     numbers = _LOSSES[call.kernel][1] + (call.kernel == "cross_entropy" and call.soft is not None)  # the mass of soft targets
@@ -168,4 +173,4 @@ def new_saved(call: Call, x: Tensor) -> Tensor:
         size += 8 + 16 * areas * classes
         if call.kernel == "dice_ce" and (call.scalars[1:3] != (1.0, 0.0) or call.shift is not None):
             size += 2 * rows * ACCUMULATE[x.dtype].itemsize  # cross-entropy has a softmax of its own
-    return torch.empty((size + 127) // 64 * 64, dtype=torch.uint8)  # whole cache lines: a stack of them stays aligned
+    return (size + 127) // 64 * 64  # whole cache lines: a stack of them stays aligned

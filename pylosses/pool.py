@@ -1,8 +1,8 @@
-"""A pool of large gradient buffers on the CPU.
+"""A pool of large buffers on the CPU: gradients, and what backward needs.
 
 A fresh buffer of hundreds of megabytes costs page faults and cleared pages, as much time as the loss itself; on a virtual
-machine that gives free memory back to its host, ten times as much. In a training loop each step's gradient takes the memory of
-the last one, so the peak of the process stays what it is.
+machine that gives free memory back to its host, ten times as much. In a training loop each step takes the memory of the last
+one, so the peak of the process stays what it is.
 """
 
 from __future__ import annotations
@@ -26,19 +26,30 @@ _native: Any = None  # pylosses._cpu, where the memory lives
 def new_gradient(x: Tensor) -> Tensor:
     """An uninitialised tensor like `x`, from the pool when it is on and `x` is large."""
     size = x.numel() * x.element_size()
-    if not _limit or size < _LEAST or size > _limit:
+    if not _is_pooled(size):
         return torch.empty_like(x)
     flat = torch.frombuffer(_native.Buffer(size), dtype=x.dtype)
     return flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
 
 
+def new_bytes(size: int) -> Tensor:
+    """So many uninitialised bytes, from the pool when it is on and they are many."""
+    if not _is_pooled(size):
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(_native.Buffer(size), dtype=torch.uint8)
+
+
+def _is_pooled(size: int) -> bool:
+    return _LEAST <= size <= _limit
+
+
 @contextmanager
 def use_pool(limit: int) -> Iterator[None]:
-    """Inside a ``with`` block, hold up to `limit` bytes of released gradients of the C++ losses for the next ones.
+    """Inside a ``with`` block, hold up to `limit` bytes of released buffers of the C++ losses for the next ones.
 
-    0 holds none. Outside, the limit is 1 GiB or what the environment variable PYLOSSES_POOL (bytes) says. Gradients below 8 MiB
-    come from torch. Memory that a live tensor uses is never handed out. The pool serves all threads; `clear_pool` frees what it
-    holds.
+    Buffers are gradients and what backward needs; those below 8 MiB come from torch. 0 holds none. Outside, the limit is 1 GiB
+    or what the environment variable PYLOSSES_POOL (bytes) says. Memory that a live tensor uses is never handed out. The pool
+    serves all threads; `clear_pool` frees what it holds.
 
     >>> with use_pool(0):
     ...     pass

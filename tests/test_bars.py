@@ -128,8 +128,8 @@ def test_a_turn_is_a_few_steps_and_a_slow_side_makes_one():
 
     calls, step = side(0.9, 0.1)
     assert contest.turn(step) == {"both": 0.1, "first": 0.9} and len(calls) == contest.TURN[0]
-    calls, step = side(2.0)
-    assert contest.turn(step) == {"both": 2.0, "first": 2.0} and len(calls) == 1
+    calls, step = side(5.0)
+    assert contest.turn(step) == {"both": 5.0, "first": 5.0} and len(calls) == 1
 
 
 def test_extra_bytes_are_the_peak_without_the_gradient():

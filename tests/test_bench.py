@@ -244,14 +244,19 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
         assert len(timing.rounds(steps, budget=2.0, least=3, most=10, ours="ours")["ours"]) == expected
 
 
-def test_a_turn_is_a_few_steps_and_its_median_counts():
-    taken = iter([0.7, 0.4, 0.4, 0.4])
-    assert timing.median_turn(lambda: {"forward": 0.0, "both": next(taken), "no_grad": 0.0}) == {
-        "forward": 0.0,
-        "both": 0.4,
-        "no_grad": 0.0,
-    }
-    assert list(taken) == [0.4, 0.4]  # two steps: 0.8 seconds at the speed of the fastest
+@pytest.mark.parametrize(
+    ("seconds", "steps", "median"),
+    [((0.9, 0.1), 8, 0.1), ((1.9, 0.5), 3, 0.5), ((5.0,), 1, 5.0)],
+    ids=["0.8 seconds at the speed of the fastest", "three steps", "4 seconds are enough"],
+)
+def test_a_turn_is_a_few_steps_and_its_median_counts(seconds, steps, median):
+    taken = []
+
+    def step():
+        taken.append(seconds[min(len(taken), len(seconds) - 1)])
+        return {"forward": 0.0, "both": taken[-1], "no_grad": 0.0}
+
+    assert timing.median_turn(step) == {"forward": 0.0, "both": median, "no_grad": 0.0} and len(taken) == steps
 
 
 def test_ratios_are_taken_round_by_round():

@@ -1,4 +1,4 @@
-"""Does the pool of gradient buffers reuse memory, and never that of a live tensor?"""
+"""Does the pool of buffers reuse memory, and never that of a live tensor?"""
 
 import gc
 import subprocess
@@ -43,6 +43,24 @@ def test_a_released_gradient_is_used_again():
         first = gradient().data_ptr()
         assert cpu._cpu.pool_held() >= 16 << 20
         assert gradient(seed=1).data_ptr() == first
+
+
+def test_what_backward_needs_comes_from_the_pool_and_is_its_own():
+    """16 bytes a pixel, and two losses wait for their backward at once."""
+    x = [torch.randn(1, 2, 1024, 1024, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(2)]
+
+    def gradients():
+        losses = [pylosses.entropy_loss(one, reduction="none") for one in x]
+        return [torch.autograd.grad(loss.sum(), one)[0] for loss, one in zip(losses, x, strict=True)]
+
+    expected = gradients()
+    with pylosses.use_pool(1 << 30):
+        loss = pylosses.entropy_loss(x[0], reduction="none")
+        assert cpu._cpu.pool_held() == 0
+        del loss
+        assert 16 << 20 < cpu._cpu.pool_held() <= 18 << 20  # whole huge pages
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
 @pytest.mark.parametrize("loss", [pylosses.cross_entropy, pylosses.hem_loss], ids=["ahead", "backward"])
