@@ -115,8 +115,9 @@ def statistics(
 @triton.jit
 def above(e, rest, squares, d):
     """p - sum p^2, from a sum of e^2 without the first class. One that all but ties with it by how far it is behind."""
-    near = (rest - squares)[:, None] - (1.0 - e) * d[:, None]
-    return tl.where(e > 0.5, near, e * d[:, None] - (1.0 + squares)[:, None]) / (d * d)[:, None]
+    near = e > 0.5
+    apart = tl.where(near, e - 1.0, e) * d[:, None]
+    return (apart + tl.where(near, (rest - squares)[:, None], -(1.0 + squares)[:, None])) / (d * d)[:, None]
 
 
 @triton.jit
