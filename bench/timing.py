@@ -119,7 +119,10 @@ Samples = dict[str, list[dict[str, float]]]
 def turn(step: Callable[[], dict[str, float]], most: int, seconds: float) -> list[dict[str, float]]:
     """What a few steps in a row take."""
     taken = [step()]
-    while len(taken) < most and len(taken) * min(map(_whole, taken)) < (seconds if len(taken) > 2 else max(seconds, SLOW)):
+    while len(taken) < most:
+        limit = max(seconds, SLOW) if len(taken) < 3 else seconds
+        if len(taken) * min(map(_whole, taken)) >= limit:
+            break
         taken.append(step())
     return taken
 

@@ -137,8 +137,7 @@ def check_executed(name, sample, soft, form, target, edit=lambda text: text):
             continue
         model, size = traffic(launch), x.element_size()
         read, once = bytes_of["p_x"][0], live * x.shape[1] * size
-        singles = model.singles + (model.reads if x.shape[1] == 1 else 0)
-        most = model.reads * once + 2 * singles * live * size  # a compiler may load single logits in two layouts
+        most = model.reads * once + 2 * model.singles * live * size  # a compiler may load single logits in two layouts
         assert read <= most, f"{launch.name} reads {read} bytes of logits, the model {most}"
         filtered = spec.family == "margin" or "max_entropy" in spec.samples[sample]  # rows that backward may skip
         if not filtered:
