@@ -190,13 +190,13 @@ def _cells(name: str, settings: dict[str, Row]) -> str:
         }[plain["status"]]
         return f"{shown}[{style}]{escape(word + plain['reason'])}[/]"
     cells = [_ms(plain["ms"].get(mode), spread=mode == "both") for mode in ("forward", "backward", "both", "no_grad")]
-    cells.append("" if ours else _ratio(plain))
+    cells.append("" if ours else times_ours(plain))
     if huge is None:
         cells += ["", ""]
     elif huge["status"] != "ok":
         cells += [huge["status"], ""]
     else:
-        cells += [_ms(huge["ms"].get("both") or huge["ms"]["no_grad"], spread=True), "" if ours else _ratio(huge)]
+        cells += [_ms(huge["ms"].get("both") or huge["ms"]["no_grad"], spread=True), "" if ours else times_ours(huge)]
     copies, speed = plain.get("copies"), plain.get("gb_per_s", {})
     cells.append(f"{copies['median']:.1f}" if copies else "")
     cells.append(f"{speed.get('both') or speed['no_grad']:.1f}" if speed else "")
@@ -221,7 +221,8 @@ def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
     return f"{text} ±{min(percent, 999):.0f}%" if spread else text
 
 
-def _ratio(row: Row) -> str:
+def times_ours(row: Row) -> str:
+    """Their time / ours, forward + backward where there is one; nothing if it was not measured."""
     ratio = row.get("ratio", {})
     value = ratio.get("both") or ratio.get("no_grad")
     return f"{three_digits(value['median'])}x" if value else ""

@@ -177,7 +177,7 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
         if quick and name not in QUICK_LOSSES:
             continue
         for shape in shapes.SHAPES.values():
-            wanted = shape.name in shapes.QUICK_SHAPES if quick else shapes.in_full_run(name, spec, shape.name)
+            wanted = shape.name in shapes.QUICK_SHAPES if quick else shapes.in_full_run(name, shape.name)
             if wanted and shapes.fits(spec, shape):
                 yield spec, shape
     for name in shapes.SWEEP_LOSSES:

@@ -29,10 +29,10 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-TURN = 10, 0.8  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
+TURN = 5, 0.25  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
 SLOW = 4.0  #: seconds; a turn has three steps at least unless they take longer
-SETTLED = 0.05  #: rounds go on while the median of a ratio is less certain than this,
-LONGER = 3  #: up to so many times the budget
+SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
+LONGER = 8  #: up to so many times the budget
 
 
 class Clock:
@@ -163,9 +163,13 @@ def rounds(
 def settled(samples: Samples, ours: str) -> bool:
     """Whether the ratios of whole steps to ours have medians that more rounds would hardly move."""
     for taken in samples.values():
-        found = ratios(taken, samples[ours])
-        ratio = found.get("both") or found.get("no_grad")
-        if ratio and ratio["high"] - ratio["low"] > SETTLED * ratio["median"] * math.sqrt(len(taken)):
+        values = _by_round(taken, samples[ours], "both") or _by_round(taken, samples[ours], "no_grad")
+        if not values:  # a copy beside scores, which have no backward
+            continue
+        if len(values) < 3:
+            return False
+        low, median, high = statistics.quantiles(values, n=4)
+        if high - low > SETTLED * median * math.sqrt(len(values)):
             return False
     return True
 
@@ -182,12 +186,11 @@ def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def ratios(samples: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """How many times longer than ours, round by round: median and quartiles for each mode."""
-    modes = {}
-    for mode in MODES:
-        values = [a[mode] / b[mode] for a, b in zip(samples, ours, strict=True) if mode in a and mode in b]
-        if values:
-            modes[mode] = spread(values)
-    return modes
+    return {mode: spread(values) for mode in MODES if (values := _by_round(samples, ours, mode))}
+
+
+def _by_round(samples: list[dict[str, float]], ours: list[dict[str, float]], mode: str) -> list[float]:
+    return [a[mode] / b[mode] for a, b in zip(samples, ours, strict=True) if mode in a and mode in b]
 
 
 def spread(values: list[float]) -> dict[str, float]:

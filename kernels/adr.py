@@ -133,13 +133,14 @@ def backward(
     k = numbers(k0, k1, k2, k3, ACC)
     rows = rows_of(S, ROWS)
     labels = labels_of(p_y, rows, ignore, C, CE == HARD)
-    mark = saved(p_saved, rows, count, 0, labels.live)
-    left_in = labels.live & (mark == 1)
+    mark = saved(p_saved, rows, count, 0, rows.exists)
+    left_in = mark == 1
     live = left_in
-    by_phi = tl.load(p_slopes + rows.number, labels.live, other=0.0)
     if BATCH:  # a row that is left out still moves the mean
-        live = labels.live & (mark != 0)
+        live = mark != 0
         by_phi = tl.where(live, tl.load(p_mean_slope), 0.0)
+    else:
+        by_phi = tl.load(p_slopes + rows.number, live, other=0.0)
     by_t = tl.load(p_slopes + count + rows.number, live, other=0.0)
     weights = weights_of(p_weight if CE == HARD else None, None, p_sample, rows, labels, ACC)
     p_x = row_pointers(p_x, x_at, outer, rows)

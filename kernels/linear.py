@@ -39,7 +39,7 @@ def d_hidden(
         o_c = start + tl.arange(0, BLOCK)
         x = logits_of(p_h, p_w, p_b, h_at, w_at, rows, o_c, C, D, ROWS, BLOCK, STEP, TYPE, PRECISION, ACC)
         g = GRADIENT(p_slopes, rows, count, labels, x, o_c, k, p_weight, p_shift, C, FEATURES, ACC)
-        if tl.max(tl.max((g != 0).to(tl.int32), 1), 0) > 0:
+        if tl.max((g != 0).to(tl.int32)) > 0:  # over both at once: Triton 3.7 fails with a maximum of maxima
             parts = split(g, TYPE)
             for d in range(0, D, STEP):
                 w = load_rows(p_w, w_at, o_c, o_c < C, d, D, STEP, TYPE)
@@ -69,7 +69,7 @@ def d_weight(
         if p_bias is not None:
             bias += tl.sum(g, 0)
         if p_grad is not None:
-            if tl.max(tl.max((g != 0).to(tl.int32), 1), 0) > 0:
+            if tl.max((g != 0).to(tl.int32)) > 0:
                 parts = split(tl.trans(g), TYPE)
                 for d in range(0, D, STEP):
                     h = load_rows(p_h, h_at, rows.number, rows.exists, d, D, STEP, TYPE)

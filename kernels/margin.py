@@ -108,7 +108,12 @@ def kept_of(raw, t, k, POWER: tl.constexpr):
     """Sum and count of the errors that reach the threshold, and the sum of their slopes."""
     e, slope = errors_of(raw, k, POWER)
     kept = (e >= t[:, None]) & (e > 0)
-    return tl.sum(tl.where(kept, e, 0.0), 1), tl.sum(kept.to(e.dtype), 1), tl.sum(tl.where(kept, slope, 0.0), 1)
+    total = tl.sum(tl.where(kept, e, 0.0), 1)
+    count = tl.sum(kept.to(e.dtype), 1)
+    if POWER == LINEAR:
+        return total, count, count
+    else:
+        return total, count, tl.sum(tl.where(kept, slope, 0.0), 1)
 
 
 @triton.jit

@@ -49,12 +49,12 @@ def forward(
     weights = weights_of(p_weight, p_factor, p_sample, rows, labels, ACC)
     p_x = row_pointers(p_x, x_at, outer, rows)
     zero = tl.zeros((ROWS,), ACC)
-    x_label = load_label(p_x, labels.y, x_at, live, ACC)
     o_c = tl.arange(0, BLOCK)
     if WHOLE:  # the row stays in registers
         x = load_block(p_x, o_c, x_at, live, C, ACC)
     late = zero + 1.0  # multiplies differences of u: LogitNorm's u are large, their differences not
     if NORM:
+        x_label = load_label(p_x, labels.y, x_at, live, ACC)
         squares = zero
         unit = zero
         for start in range(0, BLOCK if WHOLE else C, BLOCK):
@@ -68,6 +68,8 @@ def forward(
         if not WHOLE:
             x = load_block(p_x, start + o_c, x_at, live, C, ACC)
         sums = sums_add(sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
+    if not NORM:  # not before the loop, through which it would take a register
+        x_label = load_label(p_x, labels.y, x_at, live, ACC)
     result = forward_result(
         sums, x_label, labels, weights, late, k, p_shift, p_weight_sum, C,
         FORMULA, OPTIONS, SCALED, CAPPED, SMOOTH, ACC,

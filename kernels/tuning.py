@@ -54,16 +54,16 @@ def tile(
     positions: int, classes: int, across_classes: bool, itemsize: int, *, twice: bool = False, crowded: bool = False
 ) -> Tile:
     """The block of a program: `across_classes` when neighbouring numbers are classes; `twice`: the row is needed twice;
-    `crowded`: there are many statistics of a row."""
+    `crowded`: there are many statistics of a row. Each lane has a number: of less, the compiler makes several loads."""
     whole = _power_of_two(classes)
     wide = 2 if itemsize == 8 else 1  # float64 takes two registers a number
     if not across_classes:
         crowded = crowded or twice
-        rows = min(PIXELS // wide // (2 if crowded else 1), max(16, _power_of_two(positions)))
+        rows = min(PIXELS // wide // (2 if crowded else 1), max(LANES, _power_of_two(positions)))
         block = min(whole, PIXEL_CLASSES)
         return Tile(rows, block, _warps(rows * block * wide, PER_LANE_CROWDED if crowded else PER_LANE_MANY_ROWS), True)
     block = min(whole, LONGEST // wide)
-    rows = max(1, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
+    rows = max(1, LANES // block, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
     return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
 
 
@@ -93,7 +93,9 @@ def linear_tile(itemsize: int, crowded: bool) -> LinearTile:
     take their operands from registers. `crowded`: a logit takes more registers than its plain loss does."""
     if itemsize == 2:
         return LinearTile(64, 64, 64, 8, 3) if crowded else LinearTile(128, 128, 64, 8, 3)
-    return LinearTile(64, 64, 16, 8, 2) if itemsize == 4 else LinearTile(32, 32, 16, 4, 2)
+    if itemsize == 4:
+        return LinearTile(64, 32, 16, 8, 2) if crowded else LinearTile(64, 64, 16, 8, 2)
+    return LinearTile(32, 32, 16, 8, 2)
 
 
 def linear_gradient_tile(itemsize: int, crowded: bool, of_rows: bool) -> LinearTile:

@@ -238,16 +238,23 @@ def test_rounds_interleave_and_rotate():
 def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    for theirs, expected in (([2.0], 3), ([1.0, 3.0], 6)):  # three times the budget, a second a round
-        values = iter(theirs * 20)
+    for theirs, expected in (([2.0], 3), ([1.0, 3.0], 2 * timing.LONGER)):  # so many times the budget, a second a round
+        values = iter(theirs * 40)
         steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda values=values: {"both": next(values)}}
-        assert len(timing.rounds(steps, budget=2.0, least=3, most=10, ours="ours")["ours"]) == expected
+        assert len(timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")["ours"]) == expected
+
+
+def test_more_rounds_make_a_median_more_certain():
+    ours = [{"both": 1.0}] * 9
+    theirs = [{"both": seconds} for seconds in (2.0, 2.1, 2.2) * 3]
+    assert not timing.settled({"ours": ours[:3], "theirs": theirs[:3]}, "ours")
+    assert timing.settled({"ours": ours, "theirs": theirs}, "ours")
 
 
 @pytest.mark.parametrize(
     ("seconds", "steps", "median"),
-    [((0.9, 0.1), 8, 0.1), ((1.9, 0.5), 3, 0.5), ((5.0,), 1, 5.0)],
-    ids=["0.8 seconds at the speed of the fastest", "three steps", "4 seconds are enough"],
+    [((0.9, 0.07), 4, 0.07), ((0.9, 0.01), 5, 0.01), ((1.9, 0.5), 3, 0.5), ((5.0,), 1, 5.0)],
+    ids=["0.25 seconds at the speed of the fastest", "five steps", "three steps", "4 seconds are enough"],
 )
 def test_a_turn_is_a_few_steps_and_its_median_counts(seconds, steps, median):
     taken = []

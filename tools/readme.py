@@ -28,7 +28,7 @@ def losses() -> str:
 
 
 def benchmark() -> str:
-    """The main losses of the last full run at the central shapes, forward + backward, with torch's default allocator."""
+    """The main losses of the last full run at the central shapes, forward + backward; ratios with both allocator settings."""
     record = report.Record.load(FULL_RUN)
     head = ("loss", "shape", "pylosses", "copies of the logits", "eager", "compiled", "torch's own", "extra memory", "of eager")
     lines = [f"{record.title}, {record.header['run'][:10]}:", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -36,21 +36,25 @@ def benchmark() -> str:
         central = shapes.is_central(first["loss"], first["shape"]) and not first["arguments"]
         if not central or first["dtype"] != "float32":
             continue
-        rows = [settings["default"] for settings in providers.values() if settings.get("default", {}).get("status") == "ok"]
-        kinds: dict[str, Any] = {}
-        for row in rows:
-            if "both" in row["ms"]:
-                kinds.setdefault(row["kind"], row)
-        ours = kinds["ours"]
+        kinds: dict[str, dict[str, Any]] = {}
+        for settings in providers.values():
+            row = settings.get("default", {})
+            if row.get("status") == "ok" and "both" in row["ms"]:
+                kinds.setdefault(row["kind"], settings)
+        ours = kinds["ours"]["default"]
         cells = [f"`{LOSSES[first['loss']].function}`", f"{first['shape']} {tuple(first['sizes'])}"]
         cells.append(f"{report.three_digits(ours['ms']['both']['median'])} ms")
         cells.append(f"{ours['copies']['median']:.1f}" if ours.get("copies") else "")
-        for kind in ("eager", "compile", "torch"):
-            ratio = kinds[kind]["ratio"]["both"]["median"] if kind in kinds else None
-            cells.append(f"{report.three_digits(ratio)}x" if ratio is not None else "")
-        cells += [report.in_bytes(kinds[kind].get("extra_bytes")) if kind in kinds else "" for kind in ("ours", "eager")]
+        cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
+        cells += [report.in_bytes(kinds[kind]["default"].get("extra_bytes")) for kind in ("ours", "eager")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _ratios(settings: dict[str, Any]) -> str:
+    """A provider's time / ours, with huge pages in brackets."""
+    default, huge = (report.times_ours(settings.get(allocator, {})) for allocator in ("default", "huge pages"))
+    return f"{default} ({huge})" if huge else default
 
 
 BLOCKS = {"losses": losses, "benchmark": benchmark}
