@@ -64,7 +64,7 @@ def tile(
         return Tile(rows, block, _warps(rows * block * wide, PER_LANE_CROWDED if crowded else PER_LANE_MANY_ROWS), True)
     block = min(whole, LONGEST // wide)
     rows = max(1, LANES // block, min(SHORT_ROWS // wide // block, _power_of_two(positions)))
-    return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE))
+    return Tile(rows, block, _warps(rows * block * wide, PER_LANE_MANY_ROWS if rows > 1 or twice else PER_LANE), wide > 1)
 
 
 def region_tile(positions: int, classes: int, across_classes: bool) -> Tile:
