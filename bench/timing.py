@@ -1,9 +1,9 @@
 """Interleaved rounds, their spread, the noise of the machine, and peak memory.
 
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
-speed-ups are ratios within a round. A turn is a few steps in a row, of a slow provider a single one, and its median counts: the
-first step may pay for what others did to caches and memory, up to five times the usual where a virtual machine hands memory
-back to its host. A step is what training does: a fresh leaf, forward, backward, gradient released.
+speed-ups are ratios within a round. A turn is three steps in a row, and its fastest counts: any of them may pay for what others
+did to caches and memory, twice to five times the usual where a virtual machine hands free memory back to its host. That charges
+whoever allocates much, which is not us. A step is what training does: a fresh leaf, forward, backward, gradient released.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-TURN = 5, 0.25  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
-SLOW = 4.0  #: seconds; a turn has three steps at least unless they take longer
+STEPS = 3  #: of a turn at least,
+SLOW = 4.0  #: unless they take longer, in seconds
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
-LONGER = 8  #: up to so many times the budget
+LONGER = 5  #: up to so many times the budget
 
 
 class Clock:
@@ -120,7 +120,7 @@ def turn(step: Callable[[], dict[str, float]], most: int, seconds: float) -> lis
     """What a few steps in a row take."""
     taken = [step()]
     while len(taken) < most:
-        limit = max(seconds, SLOW) if len(taken) < 3 else seconds
+        limit = max(seconds, SLOW) if len(taken) < STEPS else seconds
         if len(taken) * min(map(_whole, taken)) >= limit:
             break
         taken.append(step())
@@ -132,10 +132,10 @@ def _whole(sample: dict[str, float]) -> float:
     return sample.get("both", 0.0) + sample.get("no_grad", 0.0)
 
 
-def median_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a step of a turn takes in each mode; of an even number the lower median, as disturbances only add."""
-    taken = turn(step, *TURN)
-    return {mode: statistics.median_low(sample[mode] for sample in taken) for mode in taken[0]}
+def fastest_of_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What a step of a turn takes in each mode when nothing disturbs it, as disturbances only add."""
+    taken = turn(step, STEPS, SLOW)
+    return {mode: min(sample[mode] for sample in taken) for mode in taken[0]}
 
 
 def rounds(
