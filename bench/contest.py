@@ -30,7 +30,9 @@ from .worker import Measurement
 
 ROW, LOGITS = "extra bytes a row", "extra bytes a byte of logits"  #: units of extra memory
 MOST = 500  #: rounds
-TURN = 10, 1.2  #: most steps of a turn, and how many seconds it lasts at the speed of its fastest step
+STEPS = 10  #: of a turn at most;
+TURN = 1.2  #: seconds of a turn at the speed of its fastest step,
+SLOW = 4.0  #: and of its first three steps
 
 Steps = dict[str, Callable[[], dict[str, float]]]
 
@@ -46,7 +48,9 @@ def step(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> dict[str, f
 
 def turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Seconds of a few steps in a row: their median, and the first."""
-    taken = [sample["both"] for sample in timing.turn(step, *TURN)]
+    taken = [step()["both"]]
+    while len(taken) < STEPS and len(taken) * min(taken) < (SLOW if len(taken) < 3 else TURN):
+        taken.append(step()["both"])
     return {"both": statistics.median(taken), "first": taken[0]}
 
 

@@ -1,9 +1,10 @@
 """Interleaved rounds, their spread, the noise of the machine, and peak memory.
 
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
-speed-ups are ratios within a round. A turn is three steps in a row, and its fastest counts: any of them may pay for what others
-did to caches and memory, twice to five times the usual where a virtual machine hands free memory back to its host. That charges
-whoever allocates much, which is not us. A step is what training does: a fresh leaf, forward, backward, gradient released.
+speed-ups are ratios within a round. A turn is a few steps in a row, until the two fastest agree, and the fastest counts: any of
+them may pay for what others did to caches and memory, twice to five times the usual where a virtual machine hands free memory
+back to its host. That charges whoever allocates much, which is not us. A step is what training does: a fresh leaf, forward,
+backward, gradient released.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-STEPS = 3  #: of a turn at least,
-SLOW = 4.0  #: unless they take longer, in seconds
+AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less,
+STEPS = 10  #: up to so many steps
+PATIENCE = 12.0  #: and seconds
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: up to so many times the budget
 
@@ -80,28 +82,30 @@ def clock_of(device: str) -> Clock:
     return Clock() if device == "cpu" else DeviceClock(device)
 
 
-def step(call: Callable[..., Any], inputs: tuple[Tensor, ...], device: str, gradient: bool) -> dict[str, float]:
-    """Seconds of one training step (forward, backward, both) and of one call without gradient."""
+def step(call: Callable[..., Any], inputs: tuple[Tensor, ...], device: str) -> dict[str, float]:
+    """Seconds of one training step: forward, backward, both."""
     clock = clock_of(device)
-    taken = {}
-    if gradient:
-        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
-        clock.settle()
-        start = clock.now()
-        loss = call(*leaves)
-        middle = clock.now()
-        loss.backward()
-        end = clock.now()
-        forward, backward = clock.seconds(start, middle, end)
-        taken = {"forward": forward, "backward": backward, "both": forward + backward}
-        del leaves, loss
+    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    clock.settle()
+    start = clock.now()
+    loss = call(*leaves)
+    middle = clock.now()
+    loss.backward()
+    end = clock.now()
+    forward, backward = clock.seconds(start, middle, end)
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def no_grad_step(call: Callable[..., Any], inputs: tuple[Tensor, ...], device: str) -> dict[str, float]:
+    """Seconds of one call without gradient."""
+    clock = clock_of(device)
     with torch.no_grad():
         clock.settle()
         start = clock.now()
         result = call(*inputs)
-        (taken["no_grad"],) = clock.seconds(start, clock.now())
+        end = clock.now()
         del result
-    return taken
+    return {"no_grad": clock.seconds(start, end)[0]}
 
 
 def copy_step(source: Tensor, buffer: Tensor, device: str) -> dict[str, float]:
@@ -113,29 +117,27 @@ def copy_step(source: Tensor, buffer: Tensor, device: str) -> dict[str, float]:
     return {"both": clock.seconds(start, clock.now())[0]}
 
 
+Step = Callable[[], dict[str, float]]
 Samples = dict[str, list[dict[str, float]]]
 
 
-def turn(step: Callable[[], dict[str, float]], most: int, seconds: float) -> list[dict[str, float]]:
-    """What a few steps in a row take."""
-    taken = [step()]
-    while len(taken) < most:
-        limit = max(seconds, SLOW) if len(taken) < STEPS else seconds
-        if len(taken) * min(map(_whole, taken)) >= limit:
-            break
+def turn(*steps: Step) -> dict[str, float]:
+    """What each of these steps takes when nothing disturbs it."""
+    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step).items()}
+
+
+def _undisturbed(step: Step) -> dict[str, float]:
+    """The fastest of a few, as disturbances only add."""
+    start = time.perf_counter()
+    taken = [step(), step()]
+    while len(taken) < STEPS and not _agree(taken) and time.perf_counter() - start < PATIENCE:
         taken.append(step())
-    return taken
-
-
-def _whole(sample: dict[str, float]) -> float:
-    """Seconds of everything that was timed."""
-    return sample.get("both", 0.0) + sample.get("no_grad", 0.0)
-
-
-def fastest_of_turn(step: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a step of a turn takes in each mode when nothing disturbs it, as disturbances only add."""
-    taken = turn(step, STEPS, SLOW)
     return {mode: min(sample[mode] for sample in taken) for mode in taken[0]}
+
+
+def _agree(taken: list[dict[str, float]]) -> bool:
+    first, second, *_ = sorted(sum(sample.values()) for sample in taken)
+    return second < (1 + AGREE) * first
 
 
 def rounds(

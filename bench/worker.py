@@ -141,7 +141,7 @@ class Measurement:
                 self._gate(provider, "gate", compare)
 
     def _gate_at_full_shape(self, full: tuple[Tensor, ...]) -> None:
-        """Against the eager formula, or else the first that is left, by the mean error. Also the first warm-up."""
+        """Against the eager formula, or else the first that is left, by the mean error. Also the warm-up."""
         before = gate.fingerprint(full)
         expected: list[gate.Outcome] = []
 
@@ -170,19 +170,15 @@ class Measurement:
             self._drop(provider, "FAILED", reason)
 
     def _time(self, full: tuple[Tensor, ...]) -> None:
-        steps: dict[str, Callable[[], dict[str, float]]] = {
-            p.name: partial(timing.step, p.call, full, self.device, self.gradient) for p in self._running()
-        }
+        kinds = (timing.step, timing.no_grad_step) if self.gradient else (timing.no_grad_step,)
+        turns = {p.name: partial(timing.turn, *(partial(k, p.call, full, self.device) for k in kinds)) for p in self._running()}
         copied = self.shape.kind in ("rows", "pixels")
         if copied:
-            steps["copy"] = partial(timing.copy_step, full[0], torch.zeros_like(full[0]), self.device)
+            copy = partial(timing.copy_step, full[0], torch.zeros_like(full[0]), self.device)
+            turns["copy"] = partial(timing.turn, copy)
             self.found["copy"] = {"provider": "copy", "kind": "copy", "status": "ok"}
-        for name, step in steps.items():
-            self.say(event="provider", name=name, doing="warm-up")
-            step()
-        self.say(event="provider", name="", doing="timing")
+        self.say(event="provider", name="", doing="timing")  # the gate at the full shape has warmed everybody up
         ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
-        turns = {name: partial(timing.fastest_of_turn, step) for name, step in steps.items()}
         before = timing.Load.now()
         samples = timing.rounds(turns, self.request["budget"], self.request["least"], ROUNDS_MOST, ours)
         noise = timing.noise(before, timing.Load.now())

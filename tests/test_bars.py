@@ -127,7 +127,7 @@ def test_a_turn_is_a_few_steps_and_a_slow_side_makes_one():
         return calls, lambda: calls.append(0) or {"both": next(taken)}
 
     calls, step = side(0.9, 0.1)
-    assert contest.turn(step) == {"both": 0.1, "first": 0.9} and len(calls) == contest.TURN[0]
+    assert contest.turn(step) == {"both": 0.1, "first": 0.9} and len(calls) == contest.STEPS
     calls, step = side(5.0)
     assert contest.turn(step) == {"both": 5.0, "first": 5.0} and len(calls) == 1
 

@@ -251,10 +251,21 @@ def test_more_rounds_make_a_median_more_certain():
     assert timing.settled({"ours": ours, "theirs": theirs}, "ours")
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [((0.9, 0.1, 0.2), 3), ((5.0,), 1)], ids=["three steps", "4 seconds are enough"])
-def test_a_turn_is_a_few_steps_and_the_fastest_counts(seconds, steps):
-    given = iter(seconds)
-    assert timing.fastest_of_turn(lambda: {"both": next(given), "no_grad": 0.0}) == {"both": min(seconds), "no_grad": 0.0}
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [((0.5, 0.51), 2), ((0.9, 0.5, 0.7, 0.51), 4), (tuple(range(30, 10, -2)), 10), ((9.0, 7.0, 8.0), 2)],
+    ids=["two agree", "until two agree", "ten at most", "for twelve seconds"],
+)
+def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
+    given, now = iter(seconds), [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def step():
+        taken = next(given)
+        now[0] += taken if len(seconds) == 3 else 0.0
+        return {"both": taken}
+
+    assert timing.turn(step, lambda: {"no_grad": 1.0}) == {"both": min(seconds[:steps]), "no_grad": 1.0}
     assert len(seconds) - len(list(given)) == steps
 
 
@@ -494,8 +505,8 @@ def test_device_clock(monkeypatch):
 
     x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])
     before = x.clone()
-    taken = timing.step(call, (x, y), "cuda", gradient=True)
-    assert taken == {"forward": 0.002, "backward": 0.002, "both": 0.004, "no_grad": 0.002}
+    assert timing.step(call, (x, y), "cuda") == {"forward": 0.002, "backward": 0.002, "both": 0.004}
+    assert timing.no_grad_step(call, (x, y), "cuda") == {"no_grad": 0.002}
     assert said[:6] == ["synchronize", "event", "call", "event", "event", "synchronize"]
     assert said[6:] == ["synchronize", "event", "call", "event", "synchronize"]
     assert torch.equal(x, before) and x.grad is None
