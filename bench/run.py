@@ -36,7 +36,7 @@ QUICK_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice", "linear_cros
 QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick"), ("dice", "cityscapes-quick")}
 
 #: (seconds of timing, least rounds) for each configuration and allocator
-EFFORT = {"quick": (0.5, 3), "full": (3.0, 5)}
+EFFORT = {"quick": (0.5, 3), "full": (3.0, 3)}
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
 

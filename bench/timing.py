@@ -34,7 +34,7 @@ AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less,
 STEPS = 10  #: up to so many steps
 PATIENCE = 12.0  #: and seconds
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
-LONGER = 5  #: up to so many times the budget
+LONGER = 5  #: for so many times the budget, and twice the least number of rounds
 
 
 class Clock:
@@ -144,6 +144,13 @@ def rounds(
     steps: Mapping[str, Callable[[], dict[str, float]]], budget: float, least: int, most: int, ours: str | None = None
 ) -> Samples:
     """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain."""
+
+    def enough(rounds: int, seconds: float) -> bool:
+        if rounds < least or seconds <= budget:
+            return False
+        tried = rounds >= 2 * least and seconds > LONGER * budget
+        return tried or ours is None or settled(samples, ours)
+
     samples: Samples = {name: [] for name in steps}
     names = list(steps)
     gc.collect()
@@ -151,8 +158,7 @@ def rounds(
     try:
         start = time.perf_counter()
         for i in range(most):
-            elapsed = time.perf_counter() - start
-            if i >= least and elapsed > budget and (ours is None or elapsed > LONGER * budget or settled(samples, ours)):
+            if enough(i, time.perf_counter() - start):
                 break
             shift = i % len(names)
             for name in names[shift:] + names[:shift]:

@@ -134,7 +134,7 @@ def test_rows_hold_times_ratios_and_copies():
     assert set(rows) == {"pylosses reference", "eager", "copy"}
     for name in ("pylosses reference", "eager"):
         row = rows[name]
-        assert row["status"] == "ok" and row["rounds"] == 2
+        assert row["status"] == "ok" and 2 <= row["rounds"] <= 4  # the least, or twice that without a budget
         assert set(row["ms"]) == {"forward", "backward", "both", "no_grad"}
         assert row["ms"]["both"]["low"] <= row["ms"]["both"]["median"] <= row["ms"]["both"]["high"]
         assert row["copies"]["median"] > 0 and row["gb_per_s"]["both"] > 0
@@ -238,10 +238,11 @@ def test_rounds_interleave_and_rotate():
 def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    for theirs, expected in (([2.0], 3), ([1.0, 3.0], 2 * timing.LONGER)):  # so many times the budget, a second a round
+    #  settled; so many times the budget, a second a round; twice the least number of rounds
+    for theirs, budget, expected in (([2.0], 2.0, 3), ([1.0, 3.0], 2.0, 2 * timing.LONGER), ([1.0, 3.0], 0.1, 6)):
         values = iter(theirs * 40)
         steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda values=values: {"both": next(values)}}
-        assert len(timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")["ours"]) == expected
+        assert len(timing.rounds(steps, budget=budget, least=3, most=40, ours="ours")["ours"]) == expected
 
 
 def test_more_rounds_make_a_median_more_certain():
