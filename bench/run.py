@@ -35,8 +35,12 @@ QUICK_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice", "linear_cros
 #: torch.compile takes many seconds a graph: a quick run compiles these alone.
 QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick"), ("dice", "cityscapes-quick")}
 
-#: (seconds of timing, least rounds) for each configuration and allocator
-EFFORT = {"quick": (0.5, 3), "full": (3.0, 3)}
+#: For each configuration and allocator: seconds of timing, least rounds, most steps of a turn, and whether rounds go on until
+#: ratios settle.
+EFFORT = {
+    "quick": {"budget": 0.4, "least": 2, "steps": 3, "settle": False},
+    "full": {"budget": 3.0, "least": 3, "steps": 10, "settle": True},
+}
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
 
@@ -101,15 +105,14 @@ def main(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"pylosses bench: error: --against {arguments.against} is no record of a run: {error}", file=sys.stderr)
         return 2
-    budget, least = EFFORT["quick" if arguments.quick else "full"]
-    budget = arguments.budget or budget
+    effort = EFFORT["quick" if arguments.quick else "full"]
     settings = {
         "threads": arguments.threads or torch.get_num_threads(),
         "device": arguments.device,
         "backends": arguments.backend,
         "peers": arguments.peers,
-        "budget": budget,
-        "least": least,
+        **effort,
+        "budget": arguments.budget or effort["budget"],
     }
     record = report.Record.start(settings, arguments.json, None if arguments.no_history else report.history_file())
     console.print(record.title, highlight=False)

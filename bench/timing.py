@@ -15,7 +15,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -31,8 +31,7 @@ from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
 AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less,
-STEPS = 10  #: up to so many steps
-PATIENCE = 12.0  #: and seconds
+PATIENCE = 12.0  #: but not longer than so many seconds
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: for so many times the budget, and twice the least number of rounds
 
@@ -121,16 +120,16 @@ Step = Callable[[], dict[str, float]]
 Samples = dict[str, list[dict[str, float]]]
 
 
-def turn(*steps: Step) -> dict[str, float]:
-    """What each of these steps takes when nothing disturbs it."""
-    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step).items()}
+def turn(steps: Iterable[Step], most: int) -> dict[str, float]:
+    """What each of these steps takes when nothing disturbs it; it is repeated up to `most` times."""
+    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step, most).items()}
 
 
-def _undisturbed(step: Step) -> dict[str, float]:
+def _undisturbed(step: Step, most: int) -> dict[str, float]:
     """The fastest of a few, as disturbances only add."""
     start = time.perf_counter()
     taken = [step(), step()]
-    while len(taken) < STEPS and not _agree(taken) and time.perf_counter() - start < PATIENCE:
+    while len(taken) < most and not _agree(taken) and time.perf_counter() - start < PATIENCE:
         taken.append(step())
     return {mode: min(sample[mode] for sample in taken) for mode in taken[0]}
 

@@ -171,16 +171,19 @@ class Measurement:
 
     def _time(self, full: tuple[Tensor, ...]) -> None:
         kinds = (timing.step, timing.no_grad_step) if self.gradient else (timing.no_grad_step,)
-        turns = {p.name: partial(timing.turn, *(partial(k, p.call, full, self.device) for k in kinds)) for p in self._running()}
+        steps: dict[str, list[timing.Step]] = {
+            p.name: [partial(kind, p.call, full, self.device) for kind in kinds] for p in self._running()
+        }
         copied = self.shape.kind in ("rows", "pixels")
         if copied:
-            copy = partial(timing.copy_step, full[0], torch.zeros_like(full[0]), self.device)
-            turns["copy"] = partial(timing.turn, copy)
+            steps["copy"] = [partial(timing.copy_step, full[0], torch.zeros_like(full[0]), self.device)]
             self.found["copy"] = {"provider": "copy", "kind": "copy", "status": "ok"}
         self.say(event="provider", name="", doing="timing")  # the gate at the full shape has warmed everybody up
         ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
         before = timing.Load.now()
-        samples = timing.rounds(turns, self.request["budget"], self.request["least"], ROUNDS_MOST, ours)
+        turns = {name: partial(timing.turn, its, self.request["steps"]) for name, its in steps.items()}
+        settling = ours if self.request["settle"] else None
+        samples = timing.rounds(turns, self.request["budget"], self.request["least"], ROUNDS_MOST, settling)
         noise = timing.noise(before, timing.Load.now())
 
         for name, taken in samples.items():
