@@ -33,12 +33,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 QUICK_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice", "linear_cross_entropy")
 #: torch.compile takes many seconds a graph: a quick run compiles these alone.
-QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick"), ("dice", "cityscapes-quick")}
+QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 
 #: For each configuration and allocator: seconds of timing, least rounds, most steps of a turn, and whether rounds go on until
 #: ratios settle.
 EFFORT = {
-    "quick": {"budget": 0.4, "least": 2, "steps": 3, "settle": False},
+    "quick": {"budget": 0.4, "least": 3, "steps": 4, "settle": False},
     "full": {"budget": 3.0, "least": 3, "steps": 10, "settle": True},
 }
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
