@@ -46,7 +46,8 @@ def benchmark() -> str:
         cells.append(f"{report.three_digits(ours['ms']['both']['median'])} ms")
         cells.append(f"{ours['copies']['median']:.1f}" if ours.get("copies") else "")
         cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
-        cells += [report.in_bytes(kinds[kind]["default"].get("extra_bytes")) for kind in ("ours", "eager")]
+        memory = (kinds[kind]["default"].get("extra_bytes") if kind in kinds else None for kind in ("ours", "eager"))
+        cells += map(report.in_bytes, memory)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
