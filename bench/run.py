@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -84,9 +85,9 @@ class Configuration:
         return len(self.allocators) * (2 + max(budget, rounds)) + (20 if self.compile else 0)
 
 
-def worker() -> int:
+def worker() -> NoReturn:
     """The hidden command that `main` starts its workers with."""
-    return serve()
+    serve()
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -159,7 +160,7 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
             for i, own in enumerate(variants(spec, arguments.peers)):
                 text = "" if i == 0 else ", ".join(f"{k}={v!r}" for k, v in own.items())
                 brief = not asked and (i > 0 or dtype != dtypes[0])  # i > 0: arguments of a peer, to compare with it
-                if brief and i > 0 and (dtype != dtypes[0] or shape in shapes.SWEEP or shape.name in shapes.LARGEST):
+                if brief and i > 0 and (dtype != dtypes[0] or shape.name not in shapes.CENTRAL):
                     continue
                 allocators = tuple(ALLOCATORS) if both and not brief else ("default",)
                 found.append(Configuration(spec.name, i, text, shape, dtype, compile and (asked or i == 0), allocators))
@@ -205,7 +206,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
             for i, (configuration, cost) in enumerate(zip(plan, costs, strict=True)):
                 place = f"{i + 1}/{len(plan)} {configuration.title}"
                 if not console.is_terminal:
-                    console.print(place, style="dim", highlight=False)
+                    console.print(f"{time.strftime('%X')} {place}", style="dim", highlight=False)
 
                 def show(event: dict[str, Any], place: str = place) -> None:
                     what = f"{event['doing']} {event['name']}".strip()

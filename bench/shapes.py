@@ -81,7 +81,8 @@ QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contras
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
 #: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled
-#: and with both allocators; the first two in half precision too. The other losses run at one shape of each kind.
+#: and with both allocators; the first two in half precision too, and with the arguments of peers. The other losses run at one
+#: shape of each kind.
 MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
 SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
 LARGEST = ("llama3", "gemma")

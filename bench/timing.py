@@ -30,8 +30,9 @@ import pylosses
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less,
-PATIENCE = 12.0  #: but not longer than so many seconds
+AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less
+SHORTEST = 0.2  #: and so many seconds have passed,
+PATIENCE = 4.0  #: but not longer than this
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: for so many times the budget, and twice the least number of rounds
 
@@ -129,7 +130,7 @@ def _undisturbed(step: Step, most: int) -> dict[str, float]:
     """The fastest of a few, as disturbances only add."""
     start = time.perf_counter()
     taken = [step(), step()]
-    while len(taken) < most and not _agree(taken) and time.perf_counter() - start < PATIENCE:
+    while len(taken) < most and time.perf_counter() - start < (SHORTEST if _agree(taken) else PATIENCE):
         taken.append(step())
     return {mode: min(sample[mode] for sample in taken) for mode in taken[0]}
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import Tensor
 
+import pylosses
 from pylosses.checking import function_of
 from pylosses.spec import LOSSES
 
@@ -29,14 +32,15 @@ MEMORY_LEAST = 1 << 19
 ROUNDS_MOST = 400
 
 
-def serve(kind: type[Measurement] | None = None) -> int:
+def serve(kind: type[Measurement] | None = None) -> NoReturn:
     """Answer requests until stdin ends, each by a measurement of this kind."""
     kind = kind or Measurement
     # Whatever libraries print belongs to stderr: stdout speaks the protocol.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
+    lines = _lines()
+    while True:
+        request = json.loads(lines.get())
         torch.set_num_threads(request["threads"])
         try:
             measurement = kind(request, partial(_say, answers))
@@ -44,7 +48,19 @@ def serve(kind: type[Measurement] | None = None) -> int:
         except Exception as error:  # the parent shows it in the table
             rows = [{"provider": "", "kind": "", "status": "error", "reason": f"{type(error).__name__}: {error}"}]
         _say(answers, event="rows", rows=rows)
-    return 0
+
+
+def _lines() -> queue.SimpleQueue[str]:
+    """What comes from stdin. A worker whose parent is gone ends at once: it would disturb whatever is measured next."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return lines
 
 
 def _say(answers: TextIO, **message: Any) -> None:
@@ -71,6 +87,7 @@ class Measurement:
     def times(self) -> list[dict[str, Any]]:
         """One row for each provider, whatever became of it, and one for the copy of the logits."""
         torch._dynamo.reset()
+        pylosses.clear_pool()  # as if no other configuration had been before
         self._time(self._gated())
         return list(self.found.values())
 

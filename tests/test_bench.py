@@ -256,8 +256,14 @@ def test_more_rounds_make_a_median_more_certain():
 
 @pytest.mark.parametrize(
     ("seconds", "steps"),
-    [((0.5, 0.51), 2), ((0.9, 0.5, 0.7, 0.51), 4), (tuple(range(30, 10, -2)), 10), ((9.0, 7.0, 8.0), 2)],
-    ids=["two agree", "until two agree", "ten at most", "for twelve seconds"],
+    [
+        ((0.5, 0.51, 0.4), 2),
+        ((0.9, 0.5, 0.7, 0.51, 0.4), 4),
+        ((0.03, 0.03, 0.05, 0.05, 0.03, 0.03, 0.01), 6),
+        (tuple(i / 100 for i in range(30, 8, -2)), 10),
+        ((1.9, 1.0, 1.5, 0.8), 3),
+    ],
+    ids=["two agree", "until two agree", "for a while", "ten at most", "not for long"],
 )
 def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
     given, now = iter(seconds), [0.0]
@@ -265,7 +271,7 @@ def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, step
 
     def step():
         taken = next(given)
-        now[0] += taken if len(seconds) == 3 else 0.0
+        now[0] += taken
         return {"both": taken}
 
     assert timing.turn((step, lambda: {"no_grad": 1.0}), 10) == {"both": min(seconds[:steps]), "no_grad": 1.0}
@@ -354,6 +360,19 @@ def test_a_provider_that_kills_its_process_costs_one_row():
         fake.stop()
     assert [(row["provider"], row["status"]) for row in rows] == [("good", "ok"), ("bad", "error")]
     assert "killed by signal 9: too little memory?" in rows[1]["reason"]
+
+
+def test_a_worker_ends_with_the_bench_that_started_it():
+    """Killed half-way, the bench leaves nobody behind who is still measuring."""
+    code = "import time; from pylosses.cli import bench_module; bench_module('worker')._lines(); print('busy', flush=True);"
+    code += "time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "busy\n" and process.poll() is None
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):

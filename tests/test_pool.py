@@ -104,6 +104,18 @@ def test_the_limit_holds():
         assert cpu._cpu.pool_held() == 0
 
 
+def test_a_new_size_takes_the_place_of_an_old_one():
+    """When the sizes of a program change, what was held for the old ones makes room."""
+    large = torch.randn(3 << 10, 4096, requires_grad=True)
+    with pylosses.use_pool(50 << 20):
+        pylosses.entropy_loss(large).backward()
+        large.grad = None
+        assert cpu._cpu.pool_held() == 48 << 20
+        first = gradient().data_ptr()
+        assert cpu._cpu.pool_held() == 16 << 20
+        assert gradient(seed=1).data_ptr() == first
+
+
 def test_second_backward_has_memory_of_its_own():
     with pylosses.use_pool(1 << 30):
         x = torch.randn(SHAPE, requires_grad=True)

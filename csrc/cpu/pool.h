@@ -49,9 +49,11 @@ class Pool {
     held_ -= found.size;
     return found;
   }
+  // The pieces that have waited longest make room: when the sizes of a program change, they are of the old ones.
   void give_back(Piece piece) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (held_ + piece.size > limit_) return std::free(piece.data);
+    if (piece.size > limit_) return std::free(piece.data);
+    while (held_ + piece.size > limit_) drop();
     free_.push_back(piece);
     held_ += piece.size;
   }
