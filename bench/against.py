@@ -25,6 +25,7 @@ class Change(NamedTuple):
     old: float
     new: float
     noisy: bool  #: one of the runs was disturbed
+    memory: float  #: how many times longer a copy of the logits took; 1 where there is none
 
     @property
     def factor(self) -> float:
@@ -34,6 +35,7 @@ class Change(NamedTuple):
 def changes(old: list[Row], new: list[Row]) -> list[Change]:
     """Of every ratio that both runs have, above a millisecond."""
     before = {_key(row): row for row in old}
+    copies = [{_key(row): row["ms"]["both"]["median"] for row in rows if row["kind"] == "copy"} for rows in (old, new)]
     found = []
     for row in new:
         other = before.get(_key(row))
@@ -42,7 +44,8 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
         title = title_of(row) + ("" if row["allocator"] == "default" else f", {row['allocator']}")
         noisy = any((r.get("noise") or {}).get("noisy") for r in (row, other))
         ratios = [r["ratio"]["both"]["median"] for r in (other, row)]
-        found.append(Change(title, row["provider"], *ratios, bool(noisy)))
+        was, now = (times.get(_key({**row, "provider": "copy"}), 1.0) for times in copies)
+        found.append(Change(title, row["provider"], *ratios, bool(noisy), now / was))
     return found
 
 
@@ -68,6 +71,8 @@ def show(old: Record, new: Record, out: Console) -> None:
     )
     for change in other:
         noise = ", noisy" if change.noisy else ""
+        if not 1 / SAME < change.memory < SAME:
+            noise += f", a copy of the logits {change.memory:.2f}x as long"
         out.print(
             f"  {change.title}: {change.provider} {change.old:.2f}x -> {change.new:.2f}x{noise}", highlight=False, markup=False
         )

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def measured(peers=False, exclude=None, **changes):
         "least": 2,
         "steps": 2,
         "settle": False,
+        "fastest_copy": float("inf"),
         "exclude": exclude or {},
         **changes,
     }
@@ -245,6 +247,42 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
         values = iter(theirs * 40)
         steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda values=values: {"both": next(values)}}
         assert len(timing.rounds(steps, budget=budget, least=3, most=40, ours="ours")["ours"]) == expected
+
+
+def test_rounds_in_which_a_copy_is_slow_do_not_count():
+    """Memory may have two speeds; where nothing is slow in memory, in caches or always, all rounds count."""
+
+    def kept(copies, fastest=math.inf):
+        samples = {"copy": [{"both": seconds} for seconds in copies], "ours": [{"both": i} for i in range(len(copies))]}
+        return [sample["both"] for sample in timing.steady(samples, fastest)["ours"]]
+
+    assert kept([0.03, 0.02, 0.021, 0.03]) == [1, 2]
+    assert kept([0.03, 0.02, 0.03]) == [0, 1, 2], "a single round is no median"
+    assert kept([0.03, 0.029, 0.02, 0.02], fastest=0.01) == [0, 1, 2, 3]
+    assert kept([0.0003, 0.0002, 0.0002]) == [0, 1, 2]
+    assert timing.steady({"ours": [{"both": 1.0}]}) == {"ours": [{"both": 1.0}]}, "linear layers have no copy"
+
+
+def test_rounds_go_on_until_enough_are_steady(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    copies = iter([0.03, 0.02, 0.03, 0.02, 0.02] + [0.03] * 40)
+    steps = {"ours": lambda: {"both": 1.0}, "copy": lambda: {"both": next(copies)}}
+    assert len(timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")["ours"]) == 3
+    assert next(copies) == 0.03, "five rounds were enough"
+
+
+def test_every_round_has_its_inputs_elsewhere():
+    for shape in ((3, 4), (3 << 10, 1024)):
+        x = torch.randn(shape)
+        place = worker.Place((x, torch.arange(4)))
+        before = [place.inputs[0]]
+        for _ in range(2):
+            place.move()
+            assert torch.equal(place.inputs[0], x) and torch.equal(place.inputs[1], torch.arange(4))
+            assert place.copy.shape == shape
+            assert place.inputs[0].data_ptr() not in [t.data_ptr() for t in (*before, place.copy)]
+            before.append(place.inputs[0])
 
 
 def test_more_rounds_make_a_median_more_certain():
@@ -439,6 +477,8 @@ def test_runs_are_compared_by_their_ratios(tmp_path):
     assert f"{len(rows)} of {len(rows)} ratios" in said()
     moved["ratio"]["both"]["median"] = 11.6
     assert f"{len(rows) - 1} of {len(rows)} ratios" in said() and f"{moved['provider']} 10.00x -> 11.60x" in said()
+    next(row for row in new.rows if row["kind"] == "copy")["ms"]["both"]["median"] *= 2
+    assert "11.60x, a copy of the logits 2.00x as long" in said()
     moved["ms"]["both"]["median"] = 2.0  # ours takes 0.2 ms
     assert f"{len(rows) - 1} of {len(rows) - 1} ratios" in said()
     old.add([])  # written as they are now
