@@ -6,9 +6,9 @@ them may pay for what others did to caches and memory, twice to five times the u
 back to its host. That charges whoever allocates much, which is not us. A step is what training does: a fresh leaf, forward,
 backward, gradient released.
 
-Every round has its inputs elsewhere in memory, on huge pages with both allocators: with 4 KiB pages a loss takes a tenth more or
-less by where they lie. And a virtual machine may write to memory at two speeds, for seconds or minutes each (a copy of 512 MiB in 20
-or 30 ms): rounds in which a copy of the logits is slow do not count if there are others.
+Every round has its inputs elsewhere in memory, on huge pages with both allocators: with 4 KiB pages a loss takes a tenth more
+or less by where they lie. And a virtual machine may write to memory at two speeds, for seconds or minutes each (a copy of 512
+MiB in 20 or 30 ms): rounds in which a copy of the logits is slow do not count if there are others.
 """
 
 from __future__ import annotations

@@ -355,15 +355,17 @@ def some_rows(**changes):
 
 def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path):
     record = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "a" / "run.json", tmp_path / "b" / "history.jsonl")
-    rows = some_rows()
     for count in (1, 2):
+        rows = some_rows(dtype=f"dtype {count}")
         record.add(rows)
         saved = json.loads((tmp_path / "a" / "run.json").read_text())
         assert len(saved["rows"]) == count * len(rows)
         assert saved["commit"] and saved["versions"]["torch"] == torch.__version__ and saved["cpu"]["model"]
         lines = (tmp_path / "b" / "history.jsonl").read_text().splitlines()
         assert [json.loads(line)["provider"] for line in lines] == count * [row["provider"] for row in rows]
-    assert len(report.Record.load(tmp_path / "a" / "run.json").rows) == 2 * len(rows)
+    record.add([{**rows[0], "status": "measured again"}])
+    again = report.Record.load(tmp_path / "a" / "run.json").rows
+    assert [row["status"] for row in again] == ["ok"] * len(rows) + ["measured again"] + ["ok"] * (len(rows) - 1)
 
 
 class FakeWorker(run.Worker):
@@ -411,6 +413,36 @@ def test_a_worker_ends_with_the_bench_that_started_it():
         assert process.wait(20) == 0
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(("settle", "expected"), [(True, "slow fast small slow"), (False, "slow fast small")])
+def test_where_memory_was_slow_a_full_run_measures_again(monkeypatch, settle, expected):
+    """Two losses of one shape: a copy took 30 ms, then 20; and a shape that fits into the caches."""
+    shape, small = shapes.Shape("large", (64, 10000), "rows"), shapes.Shape("small", (4, 5), "rows")
+    plan = [
+        run.Configuration(n, 0, "", s, "float32", False, ("default",))
+        for n, s in zip(("slow", "fast", "small"), (shape, shape, small), strict=True)
+    ]
+    copies = {"slow": [30.0, 20.0], "fast": [20.0], "small": [0.1]}
+    asked = []
+
+    def times(configuration, allocator, worker, settings, show):
+        asked.append(settings["fastest_copy"])
+        seconds = copies[configuration.loss].pop(0)
+        return [
+            {
+                "kind": "copy",
+                "allocator": allocator,
+                "loss": configuration.loss,
+                "ms": {"both": {"low": seconds, "median": seconds}},
+            }
+        ]
+
+    monkeypatch.setattr(run, "_times", times)
+    monkeypatch.setattr(run, "_add_memory", lambda *given: None)
+    measured = run._measured(plan, {"budget": 1.0, "settle": settle}, Console(file=io.StringIO()))
+    assert " ".join(rows[0]["loss"] for rows in measured) == expected
+    assert asked == [math.inf, 0.03, math.inf, 0.02][: len(asked)]
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
