@@ -209,7 +209,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs.values()))
 
-            def measure(configuration: Configuration, place: str) -> list[dict[str, Any]]:
+            def measure(configuration: Configuration, allocators: tuple[str, ...], place: str) -> list[dict[str, Any]]:
                 if not console.is_terminal:
                     console.print(f"{time.strftime('%X')} {place} {configuration.title}", style="dim", highlight=False)
 
@@ -218,23 +218,24 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                     progress.update(task, description=f"{place} {configuration.title}: {what:<32.32}")
 
                 rows = []
-                for allocator in configuration.allocators:
+                for allocator in allocators:
                     fastest = {"fastest_copy": copies.fastest(configuration)}
                     found = _times(configuration, allocator, workers[allocator], {**settings, **fastest}, show)
                     copies.see(configuration, found)
                     rows += found
                     progress.advance(task, costs[configuration] / len(configuration.allocators))
-                _add_memory(rows, configuration, workers["memory"], settings, show)
+                if "default" in allocators:
+                    _add_memory(rows, configuration, workers["memory"], settings, show)
                 return rows
 
             for i, configuration in enumerate(plan):
-                yield measure(configuration, f"{i + 1}/{len(plan)}")
-            again = [configuration for configuration in plan if settings["settle"] and copies.slowness(configuration) > SLOW]
-            progress.update(task, total=sum(costs.values()) + sum(costs[configuration] for configuration in again))
-            for i, configuration in enumerate(again):
-                before = copies.slowness(configuration)
-                rows = measure(configuration, f"again {i + 1}/{len(again)}")
-                if copies.slowness(configuration) < before:
+                yield measure(configuration, configuration.allocators, f"{i + 1}/{len(plan)}")
+            again = copies.slow() if settings["settle"] else []
+            progress.update(task, total=sum(costs.values()) + sum(costs[c] / len(c.allocators) for c, _ in again))
+            for i, (configuration, allocator) in enumerate(again):
+                before = copies.last[configuration, allocator]
+                rows = measure(configuration, (allocator,), f"again {i + 1}/{len(again)}")
+                if copies.last[configuration, allocator] < before:
                     yield rows
     finally:
         for one in workers.values():
@@ -259,12 +260,9 @@ class Copies:
         """At best, for logits of its shape."""
         return self.best.get((configuration.shape, configuration.dtype), math.inf)
 
-    def slowness(self, configuration: Configuration) -> float:
-        """How many times longer than at best, when measured last; 1 without a copy and for logits that fit into the caches."""
-        best = self.fastest(configuration)
-        if not MEMORY <= best < math.inf:
-            return 1.0
-        return max(self.last.get((configuration, allocator), best) / best for allocator in configuration.allocators)
+    def slow(self) -> list[tuple[Configuration, str]]:
+        """Configurations and allocators with which it took much longer than at best; not if logits fit into the caches."""
+        return [(c, a) for (c, a), last in self.last.items() if MEMORY <= self.fastest(c) < last / SLOW]
 
 
 def _times(
