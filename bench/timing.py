@@ -9,8 +9,8 @@ backward, gradient released.
 Every round has its inputs elsewhere in memory, on huge pages with both allocators: with 4 KiB pages a loss takes a tenth more
 or less by where they lie. And a virtual machine may write to memory at two speeds, for seconds or minutes each (a copy of 512
 MiB in 20 or 30 ms): rounds in which a copy of the logits is slow do not count if there are others. Both are in our favour, as
-our losses are bound by memory and others by page faults: HEM at llama is 24x eager with huge pages when memory is fast, 18x when
-it is slow.
+our losses are bound by memory and others by page faults: HEM at llama is 24x eager with huge pages when memory is fast, 18x
+when it is slow.
 """
 
 from __future__ import annotations
