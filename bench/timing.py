@@ -175,7 +175,7 @@ def rounds(
 ) -> Samples:
     """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain.
 
-    Every round starts with `begin`; slow ones are left out, see `steady`.
+    Every round starts with `begin`. Ratios are those of `steady` rounds, which are for the caller to pick.
     """
 
     def enough(rounds: int, seconds: float) -> bool:
@@ -202,7 +202,7 @@ def rounds(
                 samples[name].append(steps[name]())
     finally:
         gc.enable()
-    return steady(samples, fastest)
+    return samples
 
 
 def steady(samples: Samples, fastest: float = math.inf) -> Samples:

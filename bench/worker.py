@@ -218,7 +218,8 @@ class Measurement:
         turns = {name: partial(timing.turn, its, self.request["steps"]) for name, its in steps.items()}
         settling = ours if self.request["settle"] else None
         effort = self.request["budget"], self.request["least"], ROUNDS_MOST
-        samples = timing.rounds(turns, *effort, settling, place.move, self.request["fastest_copy"])
+        fastest = self.request["fastest_copy"]
+        samples = timing.steady(timing.rounds(turns, *effort, settling, place.move, fastest), fastest)
         noise = timing.noise(before, timing.Load.now())
 
         for name, taken in samples.items():
