@@ -76,7 +76,7 @@ class Contest(Measurement):
         self.say(event="provider", name="", doing="timing")
         before = timing.Load.now()
         samples = timing.rounds(steps, self.request["budget"], self.request["least"], MOST)
-        noisy = timing.noise(before, timing.Load.now())["noisy"]
+        noisy = timing.noise(before, timing.Load.now(), samples)["noisy"]
         for name, taken in samples.items():
             kept = {"seconds": [sample["both"] for sample in taken], "first": [sample["first"] for sample in taken]}
             self.found[name].update(kept, noisy=noisy)

@@ -58,11 +58,8 @@ class Record:
         return [file for file in (self.json_file, self.history) if file is not None]
 
     def add(self, rows: list[Row]) -> None:
-        """Keep the rows of a finished configuration, in memory and on disk: a run that is killed loses nothing before.
-
-        Rows that were measured again take the place of the old ones.
-        """
-        self.rows = list({key(row): row for row in self.rows + rows}.values())
+        """Keep the rows of a finished configuration, in memory and on disk: a run that is killed loses nothing before."""
+        self.rows += rows
         if self.json_file is not None:
             self.json_file.parent.mkdir(parents=True, exist_ok=True)
             partial = self.json_file.with_name(self.json_file.name + ".part")
@@ -80,12 +77,6 @@ class Record:
         header = json.loads(file.read_text())
         rows = header.pop("rows")
         return cls(header, None, None, rows)
-
-
-def key(row: Row) -> tuple[object, ...]:
-    """What tells a row from all others of a run."""
-    names = ("loss", "arguments", "shape", "dtype", "device", "threads", "allocator", "provider")
-    return tuple(row["sizes"]), *(row[name] for name in names)
 
 
 def console() -> Console:
@@ -176,7 +167,7 @@ def table(rows: list[Row], console: Console) -> None:
     console.print(LEGEND, style="dim", highlight=False)
     if disturbed:
         many = f"{disturbed} configurations were" if disturbed > 1 else "1 configuration was"
-        text = f"{many} disturbed (*) by other processes, steal time or the clock: measure again"
+        text = f"{many} disturbed (*) by other processes, steal time, the clock or cores that moved: measure again"
         console.print(text, style="yellow", highlight=False)
 
 
@@ -218,7 +209,7 @@ def _disturbance(providers: dict[str, dict[str, Row]]) -> str:
         for row in settings.values():
             noise = row.get("noise") or {}
             if noise.get("noisy"):
-                return f"  * others {noise['others']:.0%}, steal {noise['steal']:.0%}"
+                return f"  * others {noise['others']:.0%}, steal {noise['steal']:.0%}, cores apart {noise['apart']:.0%}"
     return ""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 import queue
 import subprocess
@@ -26,7 +25,7 @@ from pylosses.spec import LOSSES, LossSpec
 from . import against, report, shapes
 from .providers import variants
 from .shapes import Shape
-from .timing import EXACT_MALLOC, MEMORY, SLOW
+from .timing import EXACT_MALLOC
 from .worker import serve
 
 #: Allocator settings by name: torch reads its own when it starts. Huge pages help torch's losses at large shapes.
@@ -37,11 +36,11 @@ QUICK_LOSSES = ("cross_entropy", "hem", "entropy", "dice", "linear_cross_entropy
 #: torch.compile takes many seconds a graph: a quick run compiles these alone.
 QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 
-#: For each configuration and allocator: seconds of timing, least rounds, most steps of a turn, and whether rounds go on until
-#: ratios settle.
+#: For each configuration and allocator: seconds of timing, least rounds, most steps of a turn and seconds for which they may
+#: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
-    "quick": {"budget": 0.4, "least": 3, "steps": 4, "settle": False},
-    "full": {"budget": 3.0, "least": 3, "steps": 10, "settle": True},
+    "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 1.0, "settle": False},
+    "full": {"budget": 3.0, "least": 3, "steps": 10, "patience": 8.0, "settle": True},
 }
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
@@ -190,10 +189,7 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
 
 
 def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each configuration as it finishes, with a progress bar.
-
-    At the end of a full run those whose memory was slow are measured again, see `timing`; the faster memory counts.
-    """
+    """Rows of each configuration as it finishes, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -204,65 +200,27 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
     )
     costs = {configuration: configuration.cost(settings["budget"]) for configuration in plan}
     workers = {name: Worker(environment) for name, environment in {**ALLOCATORS, "memory": EXACT_MALLOC}.items()}
-    copies = Copies()
     try:
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs.values()))
-
-            def measure(configuration: Configuration, allocators: tuple[str, ...], place: str) -> list[dict[str, Any]]:
+            for i, configuration in enumerate(plan):
+                place = f"{i + 1}/{len(plan)} {configuration.title}"
                 if not console.is_terminal:
-                    console.print(f"{time.strftime('%X')} {place} {configuration.title}", style="dim", highlight=False)
+                    console.print(f"{time.strftime('%X')} {place}", style="dim", highlight=False)
 
-                def show(event: dict[str, Any]) -> None:
+                def show(event: dict[str, Any], place: str = place) -> None:
                     what = f"{event['doing']} {event['name']}".strip()
-                    progress.update(task, description=f"{place} {configuration.title}: {what:<32.32}")
+                    progress.update(task, description=f"{place}: {what:<32.32}")
 
                 rows = []
-                for allocator in allocators:
-                    fastest = {"fastest_copy": copies.fastest(configuration)}
-                    found = _times(configuration, allocator, workers[allocator], {**settings, **fastest}, show)
-                    copies.see(configuration, found)
-                    rows += found
+                for allocator in configuration.allocators:
+                    rows += _times(configuration, allocator, workers[allocator], settings, show)
                     progress.advance(task, costs[configuration] / len(configuration.allocators))
-                if "default" in allocators:
-                    _add_memory(rows, configuration, workers["memory"], settings, show)
-                return rows
-
-            for i, configuration in enumerate(plan):
-                yield measure(configuration, configuration.allocators, f"{i + 1}/{len(plan)}")
-            again = copies.slow() if settings["settle"] else []
-            progress.update(task, total=sum(costs.values()) + sum(costs[c] / len(c.allocators) for c, _ in again))
-            for i, (configuration, allocator) in enumerate(again):
-                before = copies.last[configuration, allocator]
-                rows = measure(configuration, (allocator,), f"again {i + 1}/{len(again)}")
-                if copies.last[configuration, allocator] < before:
-                    yield rows
+                _add_memory(rows, configuration, workers["memory"], settings, show)
+                yield rows
     finally:
         for one in workers.values():
             one.stop()
-
-
-class Copies:
-    """How fast memory was: seconds of a copy of the logits."""
-
-    def __init__(self) -> None:
-        self.best: dict[tuple[Shape, str], float] = {}
-        self.last: dict[tuple[Configuration, str], float] = {}  # by allocator
-
-    def see(self, configuration: Configuration, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            if row["kind"] == "copy":
-                times = row["ms"]["both"]
-                self.best[configuration.shape, configuration.dtype] = min(self.fastest(configuration), times["low"] / 1e3)
-                self.last[configuration, row["allocator"]] = times["median"] / 1e3
-
-    def fastest(self, configuration: Configuration) -> float:
-        """At best, for logits of its shape."""
-        return self.best.get((configuration.shape, configuration.dtype), math.inf)
-
-    def slow(self) -> list[tuple[Configuration, str]]:
-        """Configurations and allocators with which it took much longer than at best; not if logits fit into the caches."""
-        return [(c, a) for (c, a), last in self.last.items() if MEMORY <= self.fastest(c) < last / SLOW]
 
 
 def _times(

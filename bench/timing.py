@@ -1,16 +1,16 @@
 """Interleaved rounds, their spread, the noise of the machine, and peak memory.
 
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
-speed-ups are ratios within a round. A turn is a few steps in a row, until the two fastest agree, and the fastest counts: any of
-them may pay for what others did to caches and memory, twice to five times the usual where a virtual machine hands free memory
-back to its host. That charges whoever allocates much, which is not us. A step is what training does: a fresh leaf, forward,
-backward, gradient released.
+speed-ups are ratios within a round. A turn is a few steps in a row, until the three fastest agree, and the fastest counts: any
+of them may pay for what others did to caches and memory, twice to five times the usual where a virtual machine hands free
+memory back to its host. That charges whoever allocates much, which is not us. A step is what training does: a fresh leaf,
+forward, backward, gradient released. Every round has its inputs elsewhere in memory, on huge pages with both allocators: with
+4 KiB pages a loss takes a tenth more or less by where they lie.
 
-Every round has its inputs elsewhere in memory, on huge pages with both allocators: with 4 KiB pages a loss takes a tenth more
-or less by where they lie. And a virtual machine may write to memory at two speeds, for seconds or minutes each (a copy of 512
-MiB in 20 or 30 ms): rounds in which a copy of the logits is slow do not count if there are others. Both are in our favour, as
-our losses are bound by memory and others by page faults: HEM at llama is 24x eager with huge pages when memory is fast, 18x
-when it is slow.
+The host of a virtual machine moves its cores, every few seconds, together and apart: two that share a cache share a way to
+memory as well, and a copy of 512 MiB takes 31 ms there, 22 ms where they are apart. So before and after a step we look how long
+a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. That is
+the slower state, for ours more than for others: HEM at llama with huge pages is 18x eager there, 24x apart.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ import torch
 from torch import Tensor
 
 import pylosses
+from pylosses import cpu
 
 from .providers import scalar
 
 MODES = ("forward", "backward", "both", "no_grad")
-AGREE = 0.05  #: a turn goes on until its two fastest steps differ by less
-SHORTEST = 0.2  #: and so many seconds have passed,
-PATIENCE = 4.0  #: but not longer than this
+AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
+SHORTEST = 0.2  #: and so many seconds have passed
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: for so many times the budget and twice the least number of rounds,
 LONGEST = 90.0  #: but not beyond so many seconds
-SLOW = 1.15  #: times the fastest copy of the logits: a round in which it takes longer is slow,
-MEMORY = 1e-3  #: if it takes so many seconds: shorter ones stay in the caches
+FAR = 2.0  #: times the shortest handover of a cache line: cores that need longer are apart
+FRESH = 5e-3  #: seconds for which cores stay where they were seen
 HUGE_PAGE = 1 << 21  #: bytes
 
 
@@ -141,27 +141,56 @@ def moved(tensor: Tensor) -> Tensor:
     return whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+class Cores:
+    """Where two threads run: in cores that share a cache, or apart. More threads, or one, are always near."""
+
+    def __init__(self) -> None:
+        self.nearest = math.inf  # ns
+        self.last = math.nan
+        self.seen = -math.inf  # when
+
+    def near(self) -> bool:
+        """Whether they are about as near as they have ever been in this process."""
+        if torch.get_num_threads() != 2:
+            return True
+        if time.perf_counter() - self.seen > FRESH:
+            self.last = cpu.handover_ns()
+            self.seen = time.perf_counter()
+            self.nearest = min(self.nearest, self.last)
+        return not self.last > FAR * self.nearest
+
+
+CORES = Cores()
 Step = Callable[[], dict[str, float]]
 Samples = dict[str, list[dict[str, float]]]
+APART = "apart"  #: in a sample of cores that were not near
 
 
-def turn(steps: Iterable[Step], most: int) -> dict[str, float]:
-    """What each of these steps takes when nothing disturbs it; it is repeated up to `most` times."""
-    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step, most).items()}
+def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
+    """What each of these steps takes when nothing disturbs it; it is repeated up to `most` times, or for `patience` seconds."""
+    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step, most, patience).items()}
 
 
-def _undisturbed(step: Step, most: int) -> dict[str, float]:
-    """The fastest of a few, as disturbances only add."""
+def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
+    """The fastest of a few between near cores, as disturbances only add."""
     start = time.perf_counter()
-    taken = [step(), step()]
-    while len(taken) < most and time.perf_counter() - start < (SHORTEST if _agree(taken) else PATIENCE):
-        taken.append(step())
-    return {mode: min(sample[mode] for sample in taken) for mode in taken[0]}
+    near: list[dict[str, float]] = []
+    apart: list[dict[str, float]] = []
+    seconds = 0.0
+    while len(near) + len(apart) < 2 or (len(near) < most and seconds < (SHORTEST if _agree(near) else patience)):
+        before = CORES.near()
+        taken = step()
+        (near if before and CORES.near() else apart).append(taken)
+        seconds = time.perf_counter() - start
+    fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}
+    return fastest if near else {**fastest, APART: 1.0}
 
 
 def _agree(taken: list[dict[str, float]]) -> bool:
-    first, second, *_ = sorted(sum(sample.values()) for sample in taken)
-    return second < (1 + AGREE) * first
+    if len(taken) < 3:
+        return False
+    first, _, third, *_ = sorted(sum(sample.values()) for sample in taken)
+    return third < (1 + AGREE) * first
 
 
 def rounds(
@@ -171,11 +200,10 @@ def rounds(
     most: int,
     ours: str | None = None,
     begin: Callable[[], None] = lambda: None,
-    fastest: float = math.inf,
 ) -> Samples:
     """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain.
 
-    Every round starts with `begin`. Ratios are those of `steady` rounds, which are for the caller to pick.
+    Every round starts with `begin`. Ratios are those of `steady` rounds; which are `counted` is for the caller to say.
     """
 
     def enough(rounds: int, seconds: float) -> bool:
@@ -184,8 +212,8 @@ def rounds(
         tried = (rounds >= 2 * least and seconds > LONGER * budget) or seconds > LONGEST
         if tried or ours is None:
             return True
-        counted = steady(samples, fastest)
-        return len(counted[ours]) >= least and settled(counted, ours)
+        kept = steady(samples)
+        return len(kept[ours]) >= least and settled(kept, ours)
 
     samples: Samples = {name: [] for name in steps}
     names = list(steps)
@@ -205,17 +233,16 @@ def rounds(
     return samples
 
 
-def steady(samples: Samples, fastest: float = math.inf) -> Samples:
-    """Without the rounds in which a copy of the logits was slower than it can be; all, if hardly any are left.
-
-    `fastest` is what it took at best elsewhere.
-    """
-    copies = [sample["both"] for sample in samples.get("copy", ())]
-    best = min([fastest, *copies])
-    kept = [i for i, seconds in enumerate(copies) if seconds <= SLOW * best]
-    if best < MEMORY or len(kept) < 2:
-        return samples
+def steady(samples: Samples) -> Samples:
+    """The rounds in which all turns were between near cores."""
+    kept = [i for i, turns in enumerate(zip(*samples.values(), strict=True)) if not any(APART in taken for taken in turns)]
     return {name: [taken[i] for i in kept] for name, taken in samples.items()}
+
+
+def counted(samples: Samples) -> Samples:
+    """The steady rounds; all of them, if hardly any are steady."""
+    kept = steady(samples)
+    return kept if all(len(taken) > 1 for taken in kept.values()) else samples
 
 
 def settled(samples: Samples, ours: str) -> bool:
@@ -294,16 +321,19 @@ def _frequency() -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def noise(before: Load, after: Load) -> dict[str, Any]:
-    """Shares of processor time that others took, and whether the times deserve suspicion."""
+def noise(before: Load, after: Load, samples: Samples) -> dict[str, Any]:
+    """Shares of processor time that others took, of turns between cores apart, and whether the times deserve suspicion."""
+    turns = [taken for its in samples.values() for taken in its]
+    apart = round(sum(APART in taken for taken in turns) / max(1, len(turns)), 4)
     total = after.total - before.total
     if total <= 0:
-        return {"steal": None, "others": None, "clock": None, "noisy": None}
+        return {"steal": None, "others": None, "clock": None, "apart": apart, "noisy": apart > 0 or None}
     steal = (after.steal - before.steal) / total
     others = max(0.0, (after.busy - before.busy) - (after.own - before.own)) / total
     clock = after.frequency / before.frequency if before.frequency and after.frequency else None
-    noisy = steal > 0.02 or others > 0.10 or (clock is not None and abs(clock - 1) > 0.05)
-    return {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4), "noisy": noisy}
+    noisy = steal > 0.02 or others > 0.10 or apart > 0 or (clock is not None and abs(clock - 1) > 0.05)
+    shares = {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4), "apart": apart}
+    return {**shares, "noisy": noisy}
 
 
 # Memory

@@ -215,12 +215,12 @@ class Measurement:
         self.say(event="provider", name="", doing="timing")  # the gate at the full shape has warmed everybody up
         ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
         before = timing.Load.now()
-        turns = {name: partial(timing.turn, its, self.request["steps"]) for name, its in steps.items()}
+        length = self.request["steps"], self.request["patience"]
+        turns = {name: partial(timing.turn, its, *length) for name, its in steps.items()}
         settling = ours if self.request["settle"] else None
         effort = self.request["budget"], self.request["least"], ROUNDS_MOST
-        fastest = self.request["fastest_copy"]
-        samples = timing.steady(timing.rounds(turns, *effort, settling, place.move, fastest), fastest)
-        noise = timing.noise(before, timing.Load.now())
+        samples = timing.counted(timing.rounds(turns, *effort, settling, place.move))
+        noise = timing.noise(before, timing.Load.now(), samples)
 
         for name, taken in samples.items():
             row = self.found[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,11 @@ _LOSSES: dict[str, tuple[int, int, int, str]] = {} if _cpu is None else _cpu.los
 def isa() -> str:
     """The instruction set the kernels were chosen for."""
     return "none" if _cpu is None else _cpu.isa()
+
+
+def handover_ns() -> float:
+    """Nanoseconds that a cache line takes between the cores of two threads; NaN where that cannot be told."""
+    return math.nan if _cpu is None else _cpu.handover_ns()
 
 
 def kernels() -> tuple[str, ...]:

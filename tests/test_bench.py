@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pylosses import cli
+from pylosses import cli, cpu
 from pylosses.checking import function_of
 from pylosses.spec import LOSSES
 
@@ -126,7 +127,7 @@ def measured(peers=False, exclude=None, **changes):
         "least": 2,
         "steps": 2,
         "settle": False,
-        "fastest_copy": float("inf"),
+        "patience": 1.0,
         "exclude": exclude or {},
         **changes,
     }
@@ -249,27 +250,60 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
         assert len(timing.rounds(steps, budget=budget, least=3, most=40, ours="ours")["ours"]) == expected
 
 
-def test_rounds_in_which_a_copy_is_slow_do_not_count():
-    """Memory may have two speeds; where nothing is slow in memory, in caches or always, all rounds count."""
+def placed(cores):
+    """Samples of rounds with cores near (n) or apart (a), numbered."""
+    return [{"both": float(i)} | ({timing.APART: 1.0} if core == "a" else {}) for i, core in enumerate(cores)]
 
-    def kept(copies, fastest=math.inf):
-        samples = {"copy": [{"both": seconds} for seconds in copies], "ours": [{"both": i} for i in range(len(copies))]}
-        return [sample["both"] for sample in timing.steady(samples, fastest)["ours"]]
 
-    assert kept([0.03, 0.02, 0.021, 0.03]) == [1, 2]
-    assert kept([0.03, 0.02, 0.03]) == [0, 1, 2], "a single round is no median"
-    assert kept([0.03, 0.029, 0.02, 0.02], fastest=0.01) == [0, 1, 2, 3]
-    assert kept([0.0003, 0.0002, 0.0002]) == [0, 1, 2]
-    assert timing.steady({"ours": [{"both": 1.0}]}) == {"ours": [{"both": 1.0}]}, "linear layers have no copy"
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kept"),
+    [("nnnn", "nnnn", [0, 1, 2, 3]), ("nann", "nnna", [0, 2]), ("naan", "nnna", [0, 1, 2, 3])],
+    ids=["near", "one apart", "a single round is no median"],
+)
+def test_rounds_between_cores_apart_do_not_count(ours, theirs, kept):
+    samples = timing.counted({"ours": placed(ours), "theirs": placed(theirs)})
+    assert [sample["both"] for sample in samples["ours"]] == kept
+    assert [sample["both"] for sample in samples["theirs"]] == kept
 
 
 def test_rounds_go_on_until_enough_are_steady(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    copies = iter([0.03, 0.02, 0.03, 0.02, 0.02] + [0.03] * 40)
-    steps = {"ours": lambda: {"both": 1.0}, "copy": lambda: {"both": next(copies)}}
+    theirs = iter(["a", "n", "a", "n", "n"] + ["a"] * 40)
+    steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda: {**placed(next(theirs))[0], "both": 2.0}}
     samples = timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")
     assert len(samples["ours"]) == 5 and len(timing.steady(samples)["ours"]) == 3
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(2, [True, True, False, True, True]), (4, [True] * 5)])
+def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads, expected):
+    """Compared with the shortest so far; looked at again after a while, and only for two threads."""
+    readings = iter([60.0, 30.0, 170.0, 31.0, math.nan])
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(timing.cpu, "handover_ns", lambda: next(readings))
+    cores = timing.Cores()
+    for near in expected:
+        assert cores.near() is near
+        now[0] += timing.FRESH / 2
+        assert cores.near() is near, "not looked at"
+        now[0] += timing.FRESH
+
+
+@pytest.mark.skipif(cpu._cpu is None, reason=f"no C++ kernels: {cpu.absent}")
+def test_a_handover_takes_nanoseconds():
+    found = [cpu.handover_ns() for _ in range(5)]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert 1 < min(found) < 2000, found
+    else:
+        assert all(math.isnan(ns) or ns > 0 for ns in found)
+
+
+@pytest.mark.skipif(cpu._cpu is None or not hasattr(os, "sched_setaffinity"), reason="needs C++ kernels and affinities")
+def test_a_handover_on_a_single_core_ends():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from pylosses import cpu; cpu.handover_ns()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_every_round_has_its_inputs_elsewhere():
@@ -295,25 +329,51 @@ def test_more_rounds_make_a_median_more_certain():
 @pytest.mark.parametrize(
     ("seconds", "steps"),
     [
-        ((0.5, 0.51, 0.4), 2),
-        ((0.9, 0.5, 0.7, 0.51, 0.4), 4),
+        ((0.5, 0.51, 0.49, 0.4), 3),
+        ((0.9, 0.5, 0.7, 0.51, 0.5, 0.4), 5),
         ((0.03, 0.03, 0.05, 0.05, 0.03, 0.03, 0.01), 6),
         (tuple(i / 100 for i in range(30, 8, -2)), 10),
         ((1.9, 1.0, 1.5, 0.8), 3),
+        ((5.0, 6.0, 4.0), 2),
     ],
-    ids=["two agree", "until two agree", "for a while", "ten at most", "not for long"],
+    ids=["three agree", "until three agree", "for a while", "ten at most", "not for long", "two at least"],
 )
 def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
-    given, now = iter(seconds), [0.0]
+    taken, left = turned(monkeypatch, seconds, "n" * len(seconds))
+    assert taken == {"both": min(seconds[:steps]), "no_grad": 1.0}
+    assert len(seconds) - left == steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cores", "expected"),
+    [
+        ((0.4, 0.45, 0.5, 0.51, 0.52), "annnn", {"both": 0.5}),
+        ((0.9, 0.5, 1.0, 0.8, 0.9), "aaaaa", {"both": 0.5, timing.APART: 1.0}),
+    ],
+    ids=["near ones count", "apart for too long"],
+)
+def test_steps_between_cores_apart_do_not_count(monkeypatch, seconds, cores, expected):
+    taken, left = turned(monkeypatch, seconds, cores)
+    assert taken == {**expected, "no_grad": 1.0} and left == 0
+
+
+def turned(monkeypatch, seconds, cores):
+    """A turn with steps that take so long between such cores, and how many steps are left."""
+    given, now = iter(zip(seconds, cores, strict=True)), [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    where = ["n"]
+    monkeypatch.setattr(timing.CORES, "near", lambda: where[0] == "n")
 
     def step():
-        taken = next(given)
+        taken, where[0] = next(given)
         now[0] += taken
         return {"both": taken}
 
-    assert timing.turn((step, lambda: {"no_grad": 1.0}), 10) == {"both": min(seconds[:steps]), "no_grad": 1.0}
-    assert len(seconds) - len(list(given)) == steps
+    def without_gradient():
+        where[0] = "n"
+        return {"no_grad": 1.0}
+
+    return timing.turn((step, without_gradient), 10, 4.0), len(list(given))
 
 
 def test_ratios_are_taken_round_by_round():
@@ -323,14 +383,14 @@ def test_ratios_are_taken_round_by_round():
 
 def test_noise_is_the_share_that_others_took():
     before = timing.Load(busy=0, steal=0, total=0, own=0, frequency=2000)
-    quiet = timing.noise(before, timing.Load(busy=100, steal=0, total=200, own=100, frequency=2000))
-    assert quiet["others"] == 0 and quiet["noisy"] is False
-    assert timing.noise(before, timing.Load(busy=150, steal=0, total=200, own=100, frequency=2000))["noisy"] is True
-    assert timing.noise(before, timing.Load(busy=100, steal=20, total=200, own=100, frequency=2000))["noisy"] is True
-    assert timing.noise(before, timing.Load(busy=100, steal=0, total=200, own=100, frequency=1500))["noisy"] is True
+    quiet = timing.Load(busy=100, steal=0, total=200, own=100, frequency=2000)
+    near, apart = {"ours": placed("nn")}, {"ours": placed("nn"), "theirs": placed("na")}
+    assert timing.noise(before, quiet, near) == {"steal": 0, "others": 0, "clock": 1, "apart": 0, "noisy": False}
+    assert timing.noise(before, quiet, apart) == {"steal": 0, "others": 0, "clock": 1, "apart": 0.25, "noisy": True}
+    for change in ({"busy": 150}, {"steal": 20}, {"frequency": 1500}):
+        assert timing.noise(before, dataclasses.replace(quiet, **change), near)["noisy"] is True
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak_memory_counts_what_was_freed_again():
     def step():
         for _ in range(2):
@@ -355,17 +415,15 @@ def some_rows(**changes):
 
 def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path):
     record = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "a" / "run.json", tmp_path / "b" / "history.jsonl")
+    rows = some_rows()
     for count in (1, 2):
-        rows = some_rows(dtype=f"dtype {count}")
         record.add(rows)
         saved = json.loads((tmp_path / "a" / "run.json").read_text())
         assert len(saved["rows"]) == count * len(rows)
         assert saved["commit"] and saved["versions"]["torch"] == torch.__version__ and saved["cpu"]["model"]
         lines = (tmp_path / "b" / "history.jsonl").read_text().splitlines()
         assert [json.loads(line)["provider"] for line in lines] == count * [row["provider"] for row in rows]
-    record.add([{**rows[0], "status": "measured again"}])
-    again = report.Record.load(tmp_path / "a" / "run.json").rows
-    assert [row["status"] for row in again] == ["ok"] * len(rows) + ["measured again"] + ["ok"] * (len(rows) - 1)
+    assert len(report.Record.load(tmp_path / "a" / "run.json").rows) == 2 * len(rows)
 
 
 class FakeWorker(run.Worker):
@@ -413,35 +471,6 @@ def test_a_worker_ends_with_the_bench_that_started_it():
         assert process.wait(20) == 0
     finally:
         process.kill()
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_where_memory_was_slow_a_full_run_measures_again(monkeypatch, full):
-    """The setting that was slow alone, and what is no better the second time does not count."""
-    large, small = shapes.Shape("large", (64, 10000), "rows"), shapes.Shape("small", (4, 5), "rows")
-    copies = {"late": [20.0, 30.0, 21.0], "stuck": [20.0, 31.0, 32.0], "cached": [0.1, 0.2]}  # ms: default, huge pages, again
-    plan = [
-        run.Configuration(loss, 0, "", small if loss == "cached" else large, "float32", False, tuple(run.ALLOCATORS))
-        for loss in copies
-    ]
-    asked = []
-
-    def times(configuration, allocator, worker, settings, show):
-        asked.append((configuration.loss, allocator, settings["fastest_copy"]))
-        ms = copies[configuration.loss].pop(0)
-        copy = {"kind": "copy", "allocator": allocator, "loss": configuration.loss, "ms": {"both": {"low": ms, "median": ms}}}
-        return [copy]
-
-    monkeypatch.setattr(run, "_times", times)
-    monkeypatch.setattr(run, "_add_memory", lambda *given: None)
-    measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
-    assert [(rows[0]["loss"], len(rows)) for rows in measured[:3]] == [("late", 2), ("stuck", 2), ("cached", 2)]
-    assert asked[:2] == [("late", "default", math.inf), ("late", "huge pages", 0.02)]
-    if full:
-        assert asked[6:] == [("late", "huge pages", 0.02), ("stuck", "huge pages", 0.02)]
-        assert [(row["loss"], row["ms"]["both"]["median"]) for rows in measured[3:] for row in rows] == [("late", 21.0)]
-    else:
-        assert len(asked) == 6 and len(measured) == 3
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
