@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from .report import Record, Row, console, title_of
+from .report import Record, Row, console, key, title_of
 
 SAME = 1.15  #: ratios closer than this are the same on a machine with neighbours
 LEAST_MS = 1.0  #: times below are mostly call overhead
@@ -34,25 +34,19 @@ class Change(NamedTuple):
 
 def changes(old: list[Row], new: list[Row]) -> list[Change]:
     """Of every ratio that both runs have, above a millisecond."""
-    before = {_key(row): row for row in old}
-    copies = [{_key(row): row["ms"]["both"]["median"] for row in rows if row["kind"] == "copy"} for rows in (old, new)]
+    before = {key(row): row for row in old}
+    copies = [{key(row): row["ms"]["both"]["median"] for row in rows if row["kind"] == "copy"} for rows in (old, new)]
     found = []
     for row in new:
-        other = before.get(_key(row))
+        other = before.get(key(row))
         if other is None or not (_is_long(row) and _is_long(other)):
             continue
         title = title_of(row) + ("" if row["allocator"] == "default" else f", {row['allocator']}")
         noisy = any((r.get("noise") or {}).get("noisy") for r in (row, other))
         ratios = [r["ratio"]["both"]["median"] for r in (other, row)]
-        was, now = (times.get(_key({**row, "provider": "copy"}), 1.0) for times in copies)
+        was, now = (times.get(key({**row, "provider": "copy"}), 1.0) for times in copies)
         found.append(Change(title, row["provider"], *ratios, bool(noisy), now / was))
     return found
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    """What tells a row from all others of a run."""
-    names = ("loss", "arguments", "shape", "dtype", "device", "threads", "allocator", "provider")
-    return tuple(row["sizes"]), *(row[name] for name in names)
 
 
 def _is_long(row: Row) -> bool:

@@ -58,8 +58,11 @@ class Record:
         return [file for file in (self.json_file, self.history) if file is not None]
 
     def add(self, rows: list[Row]) -> None:
-        """Keep the rows of a finished configuration, in memory and on disk: a run that is killed loses nothing before."""
-        self.rows += rows
+        """Keep the rows of a finished configuration, in memory and on disk: a run that is killed loses nothing before.
+
+        Rows that were measured again take the place of the old ones.
+        """
+        self.rows = list({key(row): row for row in self.rows + rows}.values())
         if self.json_file is not None:
             self.json_file.parent.mkdir(parents=True, exist_ok=True)
             partial = self.json_file.with_name(self.json_file.name + ".part")
@@ -77,6 +80,12 @@ class Record:
         header = json.loads(file.read_text())
         rows = header.pop("rows")
         return cls(header, None, None, rows)
+
+
+def key(row: Row) -> tuple[object, ...]:
+    """What tells a row from all others of a run."""
+    names = ("loss", "arguments", "shape", "dtype", "device", "threads", "allocator", "provider")
+    return tuple(row["sizes"]), *(row[name] for name in names)
 
 
 def console() -> Console:

@@ -40,7 +40,7 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 1.0, "settle": False},
-    "full": {"budget": 3.0, "least": 3, "steps": 10, "patience": 8.0, "settle": True},
+    "full": {"budget": 3.0, "least": 3, "steps": 20, "patience": 6.0, "settle": True},
 }
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
@@ -189,7 +189,10 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
 
 
 def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each configuration as it finishes, with a progress bar."""
+    """Rows of each configuration as it finishes, with a progress bar.
+
+    A full run comes back at its end to what did not settle, and adds rounds to those it has: the machine may be calmer then.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -203,20 +206,42 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
     try:
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs.values()))
-            for i, configuration in enumerate(plan):
-                place = f"{i + 1}/{len(plan)} {configuration.title}"
+
+            def measure(
+                place: str, configuration: Configuration, allocator: str, earlier: dict[str, Any] | None = None
+            ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+                """Rows, and the samples of all rounds if there should be more."""
+                request = {**settings, "earlier": earlier}
+                rows = _times(configuration, allocator, workers[allocator], request, show(place, configuration))
+                progress.advance(task, costs[configuration] / len(configuration.allocators))
+                samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
+                return rows, None if all(row.get("settled", True) for row in rows) else samples
+
+            def show(place: str, configuration: Configuration) -> Callable[[dict[str, Any]], None]:
+                """What tells of events: a progress bar, or a line where there is no terminal."""
+                what = f"{place} {configuration.title}"
                 if not console.is_terminal:
-                    console.print(f"{time.strftime('%X')} {place}", style="dim", highlight=False)
+                    console.print(f"{time.strftime('%X')} {what}", style="dim", highlight=False)
+                return lambda event: progress.update(task, description=f"{what}: {event['doing'] + ' ' + event['name']:<32.32}")
 
-                def show(event: dict[str, Any], place: str = place) -> None:
-                    what = f"{event['doing']} {event['name']}".strip()
-                    progress.update(task, description=f"{place}: {what:<32.32}")
-
+            unsettled = []
+            for i, configuration in enumerate(plan):
                 rows = []
                 for allocator in configuration.allocators:
-                    rows += _times(configuration, allocator, workers[allocator], settings, show)
-                    progress.advance(task, costs[configuration] / len(configuration.allocators))
-                _add_memory(rows, configuration, workers["memory"], settings, show)
+                    found, samples = measure(f"{i + 1}/{len(plan)}", configuration, allocator)
+                    rows += found
+                    if samples and settings["settle"]:
+                        unsettled.append((configuration, allocator, samples, found))
+                _add_memory(rows, configuration, workers["memory"], settings, show("memory", configuration))
+                yield rows
+
+            progress.update(task, total=sum(costs.values()) + sum(costs[c] / len(c.allocators) for c, *_ in unsettled))
+            for i, (configuration, allocator, samples, before) in enumerate(unsettled):
+                rows, _ = measure(f"again {i + 1}/{len(unsettled)}", configuration, allocator, samples)
+                memory = {row["provider"]: row["extra_bytes"] for row in before if "extra_bytes" in row}
+                for row in rows:
+                    if row["provider"] in memory:
+                        row["extra_bytes"] = memory[row["provider"]]
                 yield rows
     finally:
         for one in workers.values():

@@ -11,6 +11,9 @@ The host of a virtual machine moves its cores, every few seconds, together and a
 memory as well, and a copy of 512 MiB takes 31 ms there, 22 ms where they are apart. So before and after a step we look how long
 a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. That is
 the slower state, for ours more than for others: HEM at llama with huge pages is 18x eager there, 24x apart.
+
+What neighbours do to memory lasts for seconds or minutes. The calmer half of the rounds counts, those in which everybody
+together was fastest, and rounds go on while ratios are uncertain; `run` comes back later to those that stay so.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 5  #: for so many times the budget and twice the least number of rounds,
-LONGEST = 90.0  #: but not beyond so many seconds
+LONGEST = 45.0  #: but not beyond so many seconds
 FAR = 2.0  #: times the shortest handover of a cache line: cores that need longer are apart
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
 HUGE_PAGE = 1 << 21  #: bytes
@@ -167,21 +170,28 @@ APART = "apart"  #: in a sample of cores that were not near
 
 
 def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
-    """What each of these steps takes when nothing disturbs it; it is repeated up to `most` times, or for `patience` seconds."""
-    return {mode: seconds for step in steps for mode, seconds in _undisturbed(step, most, patience).items()}
+    """What each of these steps takes when nothing disturbs it; each is repeated up to `most` times.
+
+    They have `patience` seconds together: the first is the one whose ratios matter, the others take what is left.
+    """
+    end = time.perf_counter() + patience
+    first, *others = (_undisturbed(step, most, end) for step in steps)
+    return {mode: seconds for taken in (*others, first) for mode, seconds in taken.items() if mode != APART or taken is first}
 
 
-def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
-    """The fastest of a few between near cores, as disturbances only add."""
+def _undisturbed(step: Step, most: int, end: float) -> dict[str, float]:
+    """The fastest of a few between near cores, as disturbances only add; two at least."""
     start = time.perf_counter()
     near: list[dict[str, float]] = []
     apart: list[dict[str, float]] = []
-    seconds = 0.0
-    while len(near) + len(apart) < 2 or (len(near) < most and seconds < (SHORTEST if _agree(near) else patience)):
+    while True:
         before = CORES.near()
         taken = step()
         (near if before and CORES.near() else apart).append(taken)
-        seconds = time.perf_counter() - start
+        now = time.perf_counter()
+        enough = len(near) >= most or now >= end or (_agree(near) and now - start >= SHORTEST)
+        if enough and len(near) + len(apart) > 1:
+            break
     fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}
     return fastest if near else {**fastest, APART: 1.0}
 
@@ -200,10 +210,12 @@ def rounds(
     most: int,
     ours: str | None = None,
     begin: Callable[[], None] = lambda: None,
+    earlier: Samples | None = None,
 ) -> Samples:
     """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain.
 
-    Every round starts with `begin`. Ratios are those of `steady` rounds; which are `counted` is for the caller to say.
+    Every round starts with `begin`. Ratios are those of the rounds that are `counted`, which is for the caller to do;
+    those of an `earlier` visit belong to them.
     """
 
     def enough(rounds: int, seconds: float) -> bool:
@@ -212,10 +224,9 @@ def rounds(
         tried = (rounds >= 2 * least and seconds > LONGER * budget) or seconds > LONGEST
         if tried or ours is None:
             return True
-        kept = steady(samples)
-        return len(kept[ours]) >= least and settled(kept, ours)
+        return settled(counted(samples), ours)
 
-    samples: Samples = {name: [] for name in steps}
+    samples: Samples = {name: list(earlier[name]) if earlier else [] for name in steps}
     names = list(steps)
     gc.collect()
     gc.disable()
@@ -233,25 +244,27 @@ def rounds(
     return samples
 
 
-def steady(samples: Samples) -> Samples:
-    """The rounds in which all turns were between near cores."""
-    kept = [i for i, turns in enumerate(zip(*samples.values(), strict=True)) if not any(APART in taken for taken in turns)]
+def counted(samples: Samples) -> Samples:
+    """The calmer half of the rounds in which all turns were between near cores; three at least, if there are so many."""
+    rounds = list(zip(*samples.values(), strict=True))
+    near = [i for i, turns in enumerate(rounds) if not any(APART in taken for taken in turns)]
+    if len(near) < 2:
+        near = list(range(len(rounds)))
+    calm = sorted(near, key=lambda i: sum(math.log(_whole(taken)) for taken in rounds[i]))
+    kept = sorted(calm[: max(3, len(calm) // 2)])
     return {name: [taken[i] for i in kept] for name, taken in samples.items()}
 
 
-def counted(samples: Samples) -> Samples:
-    """The steady rounds; all of them, if hardly any are steady."""
-    kept = steady(samples)
-    return kept if all(len(taken) > 1 for taken in kept.values()) else samples
+def _whole(sample: dict[str, float]) -> float:
+    """Seconds of a step with its gradient, or of a call where there is none."""
+    return sample["both"] if "both" in sample else sample["no_grad"]
 
 
 def settled(samples: Samples, ours: str) -> bool:
-    """Whether the ratios of whole steps to ours have medians that more rounds would hardly move."""
+    """Whether the ratios of whole steps to ours have medians that more rounds would hardly move, between near cores."""
     for taken in samples.values():
-        values = _by_round(taken, samples[ours], "both") or _by_round(taken, samples[ours], "no_grad")
-        if not values:  # a copy beside scores, which have no backward
-            continue
-        if len(values) < 3:
+        values = [_whole(a) / _whole(b) for a, b in zip(taken, samples[ours], strict=True)]
+        if len(values) < 3 or any(APART in sample for sample in taken):
             return False
         low, median, high = statistics.quantiles(values, n=4)
         if high - low > SETTLED * median * math.sqrt(len(values)):

@@ -219,12 +219,18 @@ class Measurement:
         turns = {name: partial(timing.turn, its, *length) for name, its in steps.items()}
         settling = ours if self.request["settle"] else None
         effort = self.request["budget"], self.request["least"], ROUNDS_MOST
-        samples = timing.counted(timing.rounds(turns, *effort, settling, place.move))
+        earlier = self.request["earlier"]
+        if earlier is not None and earlier.keys() != turns.keys():
+            earlier = None  # somebody has failed once
+        every = timing.rounds(turns, *effort, settling, place.move, earlier)
+        samples = timing.counted(every)
         noise = timing.noise(before, timing.Load.now(), samples)
+        settled = ours is not None and timing.settled(samples, ours)
 
         for name, taken in samples.items():
             row = self.found[name]
-            row.update(rounds=len(taken), ms=timing.summary(taken), noise=noise)
+            row.update(rounds=len(taken), of=len(every[name]), settled=settled, ms=timing.summary(taken), noise=noise)
+            row.update(samples=every[name])  # for the next visit; the parent takes them out
             if name != "copy" and ours is not None:
                 row.update(against=ours, ratio=timing.ratios(taken, samples[ours]))
             if name != "copy" and copied:

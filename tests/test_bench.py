@@ -128,6 +128,7 @@ def measured(peers=False, exclude=None, **changes):
         "steps": 2,
         "settle": False,
         "patience": 1.0,
+        "earlier": None,
         "exclude": exclude or {},
         **changes,
     }
@@ -245,34 +246,58 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     #  settled; so many times the budget, a second a round; twice the least number of rounds
     for theirs, budget, expected in (([2.0], 2.0, 3), ([1.0, 3.0], 2.0, 2 * timing.LONGER), ([1.0, 3.0], 0.1, 6)):
-        values = iter(theirs * 40)
-        steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda values=values: {"both": next(values)}}
+        values, ours = iter(theirs * 40), iter(theirs[::-1] * 40)  # no round is calmer than another
+        steps = {"ours": lambda its=ours: {"both": next(its)}, "theirs": lambda its=values: {"both": next(its)}}
         assert len(timing.rounds(steps, budget=budget, least=3, most=40, ours="ours")["ours"]) == expected
 
 
 def placed(cores):
     """Samples of rounds with cores near (n) or apart (a), numbered."""
-    return [{"both": float(i)} | ({timing.APART: 1.0} if core == "a" else {}) for i, core in enumerate(cores)]
+    return [{"both": 1.0, "round": float(i)} | ({timing.APART: 1.0} if core == "a" else {}) for i, core in enumerate(cores)]
+
+
+def kept(*providers):
+    """The rounds that count."""
+    return [int(sample["round"]) for sample in timing.counted(dict(enumerate(providers)))[0]]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "kept"),
-    [("nnnn", "nnnn", [0, 1, 2, 3]), ("nann", "nnna", [0, 2]), ("naan", "nnna", [0, 1, 2, 3])],
-    ids=["near", "one apart", "a single round is no median"],
+    ("ours", "theirs", "expected"),
+    [("nnn", "nnn", [0, 1, 2]), ("nann", "nnna", [0, 2]), ("naan", "nnna", [0, 1, 2])],
+    ids=["near", "two apart", "a single round is no median"],
 )
-def test_rounds_between_cores_apart_do_not_count(ours, theirs, kept):
-    samples = timing.counted({"ours": placed(ours), "theirs": placed(theirs)})
-    assert [sample["both"] for sample in samples["ours"]] == kept
-    assert [sample["both"] for sample in samples["theirs"]] == kept
+def test_rounds_between_cores_apart_do_not_count(ours, theirs, expected):
+    assert kept(placed(ours), placed(theirs)) == expected
 
 
-def test_rounds_go_on_until_enough_are_steady(monkeypatch):
+def test_the_calmer_half_of_the_rounds_counts():
+    """By the time of all providers, each with the same weight."""
+    ours, theirs = placed("n" * 8), placed("n" * 8)
+    for disturbed in (0, 3, 5, 6):
+        (ours if disturbed % 2 else theirs)[disturbed]["both"] *= 1.2
+    assert kept(ours, theirs) == [1, 2, 4, 7]
+    assert kept(ours[:4], theirs[:4]) in ([0, 1, 2], [1, 2, 3]), "three at least"
+    for scores in (ours, theirs):
+        for sample in scores:
+            sample["no_grad"] = sample.pop("both")
+    assert kept(ours, theirs) == [1, 2, 4, 7]
+
+
+def test_rounds_go_on_until_enough_are_between_near_cores(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    theirs = iter(["a", "n", "a", "n", "n"] + ["a"] * 40)
-    steps = {"ours": lambda: {"both": 1.0}, "theirs": lambda: {**placed(next(theirs))[0], "both": 2.0}}
+    theirs = iter(placed("anann" + 40 * "a"))
+    steps = {"ours": lambda: {"both": 1.0, "round": 0.0}, "theirs": lambda: next(theirs)}
     samples = timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")
-    assert len(samples["ours"]) == 5 and len(timing.steady(samples)["ours"]) == 3
+    assert len(samples["ours"]) == 5
+    assert [sample["round"] for sample in timing.counted(samples)["theirs"]] == [1, 3, 4]
+
+
+def test_a_second_visit_adds_to_the_rounds_of_the_first():
+    earlier = {"ours": placed("nn"), "theirs": placed("nn")}
+    steps = {name: lambda: {"both": 2.0} for name in earlier}
+    samples = timing.rounds(steps, budget=0.0, least=3, most=10, earlier=earlier)
+    assert samples["ours"] == placed("nn") + 3 * [{"both": 2.0}] and earlier["ours"] == placed("nn")
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(2, [True, True, False, True, True]), (4, [True] * 5)])
@@ -415,15 +440,17 @@ def some_rows(**changes):
 
 def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path):
     record = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "a" / "run.json", tmp_path / "b" / "history.jsonl")
-    rows = some_rows()
     for count in (1, 2):
+        rows = some_rows(dtype=f"dtype {count}")
         record.add(rows)
         saved = json.loads((tmp_path / "a" / "run.json").read_text())
         assert len(saved["rows"]) == count * len(rows)
         assert saved["commit"] and saved["versions"]["torch"] == torch.__version__ and saved["cpu"]["model"]
         lines = (tmp_path / "b" / "history.jsonl").read_text().splitlines()
         assert [json.loads(line)["provider"] for line in lines] == count * [row["provider"] for row in rows]
-    assert len(report.Record.load(tmp_path / "a" / "run.json").rows) == 2 * len(rows)
+    record.add([{**rows[0], "status": "measured again"}])
+    again = report.Record.load(tmp_path / "a" / "run.json").rows
+    assert [row["status"] for row in again] == ["ok"] * len(rows) + ["measured again"] + ["ok"] * (len(rows) - 1)
 
 
 class FakeWorker(run.Worker):
@@ -471,6 +498,32 @@ def test_a_worker_ends_with_the_bench_that_started_it():
         assert process.wait(20) == 0
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
+    """With the rounds it has, for the setting that did not settle alone; memory is not measured again."""
+    losses = ("calm", "uncertain")
+    plan = [run.Configuration(loss, 0, "", ROWS, "float32", False, tuple(run.ALLOCATORS)) for loss in losses]
+    asked = []
+
+    def times(configuration, allocator, worker, settings, show):
+        asked.append((configuration.loss, allocator, settings["earlier"]))
+        settled = configuration.loss == "calm" or allocator == "default"
+        about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked), "settled": settled}
+        return [{**about, "provider": "ours", "samples": [1.0]}, {**about, "provider": "absent"}]
+
+    def add_memory(rows, *others):
+        for row in rows:
+            row["extra_bytes"] = 7
+
+    monkeypatch.setattr(run, "_times", times)
+    monkeypatch.setattr(run, "_add_memory", add_memory)
+    measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
+    assert [asking[:2] for asking in asked[:4]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
+    assert [len(rows) for rows in measured[:2]] == [4, 4] and not any("samples" in row for rows in measured for row in rows)
+    assert asked[4:] == ([("uncertain", "huge pages", {"ours": [1.0]})] if full else [])
+    assert [(row["visit"], row["extra_bytes"]) for rows in measured[2:] for row in rows] == ([(5, 7), (5, 7)] if full else [])
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
