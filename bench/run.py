@@ -40,7 +40,7 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 1.0, "settle": False},
-    "full": {"budget": 3.0, "least": 3, "steps": 20, "patience": 6.0, "settle": True},
+    "full": {"budget": 3.0, "least": 3, "steps": 15, "patience": 5.0, "settle": True},
 }
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 

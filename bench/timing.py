@@ -44,9 +44,9 @@ from .providers import scalar
 MODES = ("forward", "backward", "both", "no_grad")
 AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed
-SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this,
-LONGER = 5  #: for so many times the budget and twice the least number of rounds,
-LONGEST = 45.0  #: but not beyond so many seconds
+SETTLED = 0.06  #: rounds go on while the median of a ratio is less certain than this,
+LONGER = 3  #: for so many times the budget and twice the least number of rounds,
+LONGEST = 40.0  #: but not beyond so many seconds
 FAR = 2.0  #: times the shortest handover of a cache line: cores that need longer are apart
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
 HUGE_PAGE = 1 << 21  #: bytes
@@ -262,7 +262,9 @@ def _whole(sample: dict[str, float]) -> float:
 
 def settled(samples: Samples, ours: str) -> bool:
     """Whether the ratios of whole steps to ours have medians that more rounds would hardly move, between near cores."""
-    for taken in samples.values():
+    for name, taken in samples.items():
+        if name == "copy":  # a floor, not a contestant
+            continue
         values = [_whole(a) / _whole(b) for a, b in zip(taken, samples[ours], strict=True)]
         if len(values) < 3 or any(APART in sample for sample in taken):
             return False

@@ -346,9 +346,10 @@ def test_every_round_has_its_inputs_elsewhere():
 
 def test_more_rounds_make_a_median_more_certain():
     ours = [{"both": 1.0}] * 9
-    theirs = [{"both": seconds} for seconds in (2.0, 2.1, 2.2) * 3]
+    theirs = [{"both": seconds} for seconds in (2.0, 2.15, 2.3) * 3]
     assert not timing.settled({"ours": ours[:3], "theirs": theirs[:3]}, "ours")
     assert timing.settled({"ours": ours, "theirs": theirs}, "ours")
+    assert timing.settled({"ours": ours[:3], "copy": theirs[:3]}, "ours"), "a copy is a floor, not a contestant"
 
 
 @pytest.mark.parametrize(
