@@ -80,10 +80,11 @@ SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100,
 QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contrastive-quick", "linear-quick")
 FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
 
-#: A full run takes the main losses to every shape but the largest, and measures them at the central ones in all ways: compiled
-#: and with both allocators; the first two in half precision too, and with the arguments of peers. The other losses run at one
-#: shape of each kind.
+#: A full run measures the main losses at the central shapes in all ways: compiled and with both allocators; two of them in half
+#: precision too, and with the arguments of peers. Losses of segmentation run at every other shape but the largest as well, the
+#: other losses at one shape of each kind.
 MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
+SEGMENTATION_LOSSES = ("cross_entropy", "hem", "dice")
 SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
 LARGEST = ("llama3", "gemma")
 CENTRAL = ("imagenet", "llama", "cityscapes")
@@ -105,7 +106,7 @@ def in_full_run(name: str, shape: str) -> bool:
     if shape in LARGEST:
         return name in SWEEP_LOSSES
     if name in MAIN_LOSSES:
-        return shape in FULL_SHAPES
+        return shape in (FULL_SHAPES if name in SEGMENTATION_LOSSES else ("cifar", *CENTRAL))
     return shape in ONE_OF_EACH_KIND or (name == "linear_cross_entropy" and shape == "linear")
 
 

@@ -9,8 +9,9 @@ forward, backward, gradient released. Every round has its inputs elsewhere in me
 
 The host of a virtual machine moves its cores, every few seconds, together and apart: two that share a cache share a way to
 memory as well, and a copy of 512 MiB takes 31 ms there, 22 ms where they are apart. So before and after a step we look how long
-a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. That is
-the slower state, for ours more than for others: HEM at llama with huge pages is 18x eager there, 24x apart.
+a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. Cores
+apart are given a rest, after which the host mostly puts them together: within 0.5 s, against 4 s when they are kept busy. Near
+is the slower state, for ours more than for others: HEM at llama with huge pages is 18x eager there, 24x apart.
 
 What neighbours do to memory lasts for seconds or minutes. The calmer half of the rounds counts, those in which everybody
 together was fastest, and rounds go on while ratios are uncertain; `run` comes back later to those that stay so.
@@ -46,9 +47,11 @@ AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed
 SETTLED = 0.06  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
-LONGEST = 40.0  #: but not beyond so many seconds
+LONGEST = 30.0  #: but not beyond so many seconds
 FAR = 2.0  #: times the shortest handover of a cache line: cores that need longer are apart
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
+REST = 0.1  #: seconds of rest for cores apart,
+RESTS = 20  #: so many times before a step
 HUGE_PAGE = 1 << 21  #: bytes
 
 
@@ -162,6 +165,14 @@ class Cores:
             self.nearest = min(self.nearest, self.last)
         return not self.last > FAR * self.nearest
 
+    def gather(self) -> bool:
+        """Whether they are near, perhaps after a rest."""
+        for _ in range(RESTS):
+            if self.near():
+                return True
+            time.sleep(REST)
+        return self.near()
+
 
 CORES = Cores()
 Step = Callable[[], dict[str, float]]
@@ -172,24 +183,23 @@ APART = "apart"  #: in a sample of cores that were not near
 def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
     """What each of these steps takes when nothing disturbs it; each is repeated up to `most` times.
 
-    They have `patience` seconds together: the first is the one whose ratios matter, the others take what is left.
+    The first is the one whose ratios matter and has `patience` seconds, the others have a fifth of them.
     """
-    end = time.perf_counter() + patience
-    first, *others = (_undisturbed(step, most, end) for step in steps)
+    first, *others = (_undisturbed(step, most, patience if i == 0 else patience / 5) for i, step in enumerate(steps))
     return {mode: seconds for taken in (*others, first) for mode, seconds in taken.items() if mode != APART or taken is first}
 
 
-def _undisturbed(step: Step, most: int, end: float) -> dict[str, float]:
+def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
     """The fastest of a few between near cores, as disturbances only add; two at least."""
     start = time.perf_counter()
     near: list[dict[str, float]] = []
     apart: list[dict[str, float]] = []
     while True:
-        before = CORES.near()
+        before = CORES.gather()
         taken = step()
         (near if before and CORES.near() else apart).append(taken)
-        now = time.perf_counter()
-        enough = len(near) >= most or now >= end or (_agree(near) and now - start >= SHORTEST)
+        seconds = time.perf_counter() - start
+        enough = len(near) >= most or seconds >= (SHORTEST if _agree(near) else patience)
         if enough and len(near) + len(apart) > 1:
             break
     fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}

@@ -316,6 +316,15 @@ def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads,
         now[0] += timing.FRESH
 
 
+@pytest.mark.parametrize(("readings", "rests"), [("n", 0), ("aan", 2), ("a" * 100, timing.RESTS)])
+def test_cores_apart_are_given_a_rest(monkeypatch, readings, rests):
+    seen, slept = iter(readings), []
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    cores = timing.Cores()
+    monkeypatch.setattr(cores, "near", lambda: next(seen) == "n")
+    assert cores.gather() is (readings[-1] == "n") and slept == rests * [timing.REST]
+
+
 @pytest.mark.skipif(cpu._cpu is None, reason=f"no C++ kernels: {cpu.absent}")
 def test_a_handover_takes_nanoseconds():
     found = [cpu.handover_ns() for _ in range(5)]
@@ -389,6 +398,7 @@ def turned(monkeypatch, seconds, cores):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     where = ["n"]
     monkeypatch.setattr(timing.CORES, "near", lambda: where[0] == "n")
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
 
     def step():
         taken, where[0] = next(given)
