@@ -11,7 +11,8 @@ The host of a virtual machine moves its cores, every few seconds, together and a
 memory as well, and a copy of 512 MiB takes 31 ms there, 22 ms where they are apart. So before and after a step we look how long
 a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. Cores
 apart are given a rest, after which the host mostly puts them together: within 0.5 s, against 4 s when they are kept busy. Near
-is the slower state, for ours more than for others: HEM at llama with huge pages is 18x eager there, 24x apart.
+is the slower state, for ours a little more than for others: entropy at llama with huge pages takes 36 ms near and 32 apart,
+eager 455 and 410.
 
 What neighbours do to memory lasts for seconds or minutes. The calmer half of the rounds counts, those in which everybody
 together was fastest, and rounds go on while ratios are uncertain; `run` comes back later to those that stay so.
@@ -52,6 +53,7 @@ FAR = 2.0  #: times the shortest handover of a cache line: cores that need longe
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
 REST = 0.1  #: seconds of rest for cores apart,
 RESTS = 20  #: so many times before a step
+UNSETTLED = 0.1  #: a ratio whose median is less certain than this is worth another visit
 HUGE_PAGE = 1 << 21  #: bytes
 
 
@@ -270,7 +272,7 @@ def _whole(sample: dict[str, float]) -> float:
     return sample["both"] if "both" in sample else sample["no_grad"]
 
 
-def settled(samples: Samples, ours: str) -> bool:
+def settled(samples: Samples, ours: str, within: float = SETTLED) -> bool:
     """Whether the ratios of whole steps to ours have medians that more rounds would hardly move, between near cores."""
     for name, taken in samples.items():
         if name == "copy":  # a floor, not a contestant
@@ -279,7 +281,7 @@ def settled(samples: Samples, ours: str) -> bool:
         if len(values) < 3 or any(APART in sample for sample in taken):
             return False
         low, median, high = statistics.quantiles(values, n=4)
-        if high - low > SETTLED * median * math.sqrt(len(values)):
+        if high - low > within * median * math.sqrt(len(values)):
             return False
     return True
 
