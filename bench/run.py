@@ -42,6 +42,8 @@ EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 1.0, "settle": False},
     "full": {"budget": 3.0, "least": 3, "steps": 15, "patience": 5.0, "settle": True},
 }
+Rows = list[dict[str, Any]]
+Show = Callable[[dict[str, Any]], None]  #: sees what a worker does, as it does it
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 
 
@@ -188,7 +190,7 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
         yield from ((LOSSES[name], shape) for shape in shapes.SWEEP)
 
 
-def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[list[dict[str, Any]]]:
+def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[Rows]:
     """Rows of each configuration as it finishes, with a progress bar.
 
     A full run comes back at its end to what did not settle, and adds rounds to those it has: the machine may be calmer then.
@@ -207,42 +209,39 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs.values()))
 
-            def measure(
-                place: str, configuration: Configuration, allocator: str, earlier: dict[str, Any] | None = None
-            ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-                """Rows, and the samples of all rounds if there should be more."""
-                request = {**settings, "earlier": earlier}
-                rows = _times(configuration, allocator, workers[allocator], request, show(place, configuration))
-                progress.advance(task, costs[configuration] / len(configuration.allocators))
-                samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
-                return rows, None if all(row.get("settled", True) for row in rows) else samples
-
-            def show(place: str, configuration: Configuration) -> Callable[[dict[str, Any]], None]:
-                """What tells of events: a progress bar, or a line where there is no terminal."""
+            def begin(place: str, configuration: Configuration) -> Show:
+                """Tells where the run is; what it returns tells what a worker does."""
                 what = f"{place} {configuration.title}"
                 if not console.is_terminal:
                     console.print(f"{time.strftime('%X')} {what}", style="dim", highlight=False)
                 return lambda event: progress.update(task, description=f"{what}: {event['doing'] + ' ' + event['name']:<32.32}")
 
+            def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> tuple[Rows, Any]:
+                """Rows, and the samples of all rounds if there should be more."""
+                if settings["settle"]:
+                    workers[allocator].stop()  # a process of its own: what malloc keeps of others can halve or double a time
+                rows = _times(configuration, allocator, workers[allocator], {**settings, "earlier": earlier}, show)
+                progress.advance(task, costs[configuration] / len(configuration.allocators))
+                samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
+                return rows, None if all(row.get("settled", True) for row in rows) else samples
+
             unsettled = []
             for i, configuration in enumerate(plan):
-                rows = []
+                show = begin(f"{i + 1}/{len(plan)}", configuration)
+                rows: Rows = []
                 for allocator in configuration.allocators:
-                    found, samples = measure(f"{i + 1}/{len(plan)}", configuration, allocator)
+                    found, samples = measure(configuration, allocator, show)
                     rows += found
                     if samples and settings["settle"]:
                         unsettled.append((configuration, allocator, samples, found))
-                _add_memory(rows, configuration, workers["memory"], settings, show("memory", configuration))
+                _add_memory(rows, configuration, workers["memory"], settings, show)
                 yield rows
 
             progress.update(task, total=sum(costs.values()) + sum(costs[c] / len(c.allocators) for c, *_ in unsettled))
             for i, (configuration, allocator, samples, before) in enumerate(unsettled):
-                rows, _ = measure(f"again {i + 1}/{len(unsettled)}", configuration, allocator, samples)
+                rows, _ = measure(configuration, allocator, begin(f"again {i + 1}/{len(unsettled)}", configuration), samples)
                 memory = {row["provider"]: row["extra_bytes"] for row in before if "extra_bytes" in row}
-                for row in rows:
-                    if row["provider"] in memory:
-                        row["extra_bytes"] = memory[row["provider"]]
-                yield rows
+                yield [row | ({"extra_bytes": memory[row["provider"]]} if row["provider"] in memory else {}) for row in rows]
     finally:
         for one in workers.values():
             one.stop()
@@ -253,8 +252,8 @@ def _times(
     allocator: str,
     worker: Worker,
     settings: dict[str, Any],
-    show: Callable[[dict[str, Any]], None],
-) -> list[dict[str, Any]]:
+    show: Show,
+) -> Rows:
     """Rows of one configuration with one allocator. A provider that kills the worker is left out of the next try."""
     about = {**configuration.about, "device": settings["device"], "threads": settings["threads"], "allocator": allocator}
     killers: dict[str, str] = {}
@@ -269,11 +268,11 @@ def _times(
 
 
 def _add_memory(
-    rows: list[dict[str, Any]],
+    rows: Rows,
     configuration: Configuration,
     worker: Worker,
     settings: dict[str, Any],
-    show: Callable[[dict[str, Any]], None],
+    show: Show,
 ) -> None:
     """Peak memory of everybody who passed the gate, into the rows of the default allocator."""
     passed = {row["provider"]: row for row in rows if row["allocator"] == "default" and row["status"] == "ok"}
@@ -305,7 +304,7 @@ class Worker:
         self.lines: queue.Queue[str | None] = queue.Queue()  # what it says; None when it has ended
         self.errors = tempfile.TemporaryFile("w+")
 
-    def ask(self, request: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    def ask(self, request: dict[str, Any], show: Show) -> Rows:
         """Send a request and wait for its rows; `show` sees every event on the way."""
         process = self.process or self._start()
         busy = ""

@@ -300,12 +300,14 @@ def test_a_second_visit_adds_to_the_rounds_of_the_first():
     assert samples["ours"] == placed("nn") + 3 * [{"both": 2.0}] and earlier["ours"] == placed("nn")
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(2, [True, True, False, True, True]), (4, [True] * 5)])
+@pytest.mark.parametrize(("threads", "expected"), [(2, [False, True, False, True, True]), (4, [True] * 5)])
 def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads, expected):
-    """Compared with the shortest so far; looked at again after a while, and only for two threads."""
-    readings = iter([60.0, 30.0, 170.0, 31.0, math.nan])
+    """Compared with the shortest so far, a few at first; looked at again after a while, and only for two threads."""
+    first = [60.0, 30.0] + [170.0] * (timing.RESTS - 2)
+    readings = iter([*first, 31.0, 170.0, 29.0, math.nan])
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(timing.cpu, "handover_ns", lambda: next(readings))
     cores = timing.Cores()
@@ -528,9 +530,13 @@ def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
         for row in rows:
             row["extra_bytes"] = 7
 
+    stopped = []
     monkeypatch.setattr(run, "_times", times)
     monkeypatch.setattr(run, "_add_memory", add_memory)
+    monkeypatch.setattr(run.Worker, "stop", lambda self: stopped.append(len(asked)))
     measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
+    at_the_end = 3 * [len(asked)]
+    assert stopped == ([0, 1, 2, 3, 4] if full else []) + at_the_end, "each has a process of its own"
     assert [asking[:2] for asking in asked[:4]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
     assert [len(rows) for rows in measured[:2]] == [4, 4] and not any("samples" in row for rows in measured for row in rows)
     assert asked[4:] == ([("uncertain", "huge pages", {"ours": [1.0]})] if full else [])
