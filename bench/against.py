@@ -50,9 +50,13 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
 
 
 def _is_long(row: Row) -> bool:
-    """Has it a ratio of times that are worth one?"""
+    """Has it a ratio of times that are worth one? Ours to ours is none."""
     ratio = row.get("ratio", {}).get("both")
-    return ratio is not None and row["ms"]["both"]["median"] / max(ratio["median"], 1.0) >= LEAST_MS
+    return (
+        ratio is not None
+        and row["provider"] != row["against"]
+        and row["ms"]["both"]["median"] / max(ratio["median"], 1.0) >= LEAST_MS
+    )
 
 
 def show(old: Record, new: Record, out: Console) -> None:
