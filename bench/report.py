@@ -156,7 +156,7 @@ COLUMNS = (
     ("extra", 9),
 )
 NAME_WIDTH = 36
-LEGEND = """fwd, bwd, fwd+bwd, no grad: milliseconds of a turn's fastest step, median of the rounds, ± half the quartiles' range
+LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calmer rounds, ± half the quartiles' range
 ours faster: their time / our time, forward + backward, median of the ratios of each round
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations
 copies: time of forward + backward in copies of the logits into a warm buffer; GB/s: by the bytes a fused loss must move

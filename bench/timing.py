@@ -364,7 +364,7 @@ def noise(before: Load, after: Load, samples: Samples) -> dict[str, Any]:
     apart = round(sum(APART in taken for taken in turns) / max(1, len(turns)), 4)
     total = after.total - before.total
     if total <= 0:
-        return {"steal": None, "others": None, "clock": None, "apart": apart, "noisy": apart > 0 or None}
+        return {"steal": None, "others": None, "clock": None, "apart": apart, "noisy": None}
     steal = (after.steal - before.steal) / total
     others = max(0.0, (after.busy - before.busy) - (after.own - before.own)) / total
     clock = after.frequency / before.frequency if before.frequency and after.frequency else None

@@ -225,7 +225,7 @@ class Measurement:
         every = timing.rounds(turns, *effort, settling, place.move, earlier)
         samples = timing.counted(every)
         noise = timing.noise(before, timing.Load.now(), samples)
-        settled = ours is not None and timing.settled(samples, ours, timing.UNSETTLED)
+        settled = ours is None or timing.settled(samples, ours, timing.UNSETTLED)
 
         for name, taken in samples.items():
             row = self.found[name]
