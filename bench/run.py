@@ -45,6 +45,7 @@ EFFORT = {
 Rows = list[dict[str, Any]]
 Show = Callable[[dict[str, Any]], None]  #: sees what a worker does, as it does it
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
+VISITS = 3  #: to a configuration whose ratios stay uncertain: what disturbs them may last for minutes
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
 def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[Rows]:
     """Rows of each configuration as it finishes, with a progress bar.
 
-    A full run comes back at its end to what did not settle, and adds rounds to those it has: the machine may be calmer then.
+    A full run comes back at its end to what did not settle, up to `VISITS` in all, and adds rounds to those it has: the machine
+    may be calmer then.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -237,11 +239,20 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                 _add_memory(rows, configuration, workers["memory"], settings, show)
                 yield rows
 
-            progress.update(task, total=sum(costs.values()) + sum(costs[c] / len(c.allocators) for c, *_ in unsettled))
-            for i, (configuration, allocator, samples, before) in enumerate(unsettled):
-                rows, _ = measure(configuration, allocator, begin(f"again {i + 1}/{len(unsettled)}", configuration), samples)
-                memory = {row["provider"]: row["extra_bytes"] for row in before if "extra_bytes" in row}
-                yield [row | ({"extra_bytes": memory[row["provider"]]} if row["provider"] in memory else {}) for row in rows]
+            for visit in range(2, VISITS + 1):
+                again, unsettled = unsettled, []
+                more = sum(costs[c] / len(c.allocators) for c, *_ in again)
+                progress.update(task, total=progress.tasks[0].completed + more)
+                for i, (configuration, allocator, samples, before) in enumerate(again):
+                    show = begin(f"visit {visit}, {i + 1}/{len(again)}", configuration)
+                    rows, samples = measure(configuration, allocator, show, samples)
+                    memory = {row["provider"]: row["extra_bytes"] for row in before if "extra_bytes" in row}
+                    for row in rows:
+                        if row["provider"] in memory:
+                            row["extra_bytes"] = memory[row["provider"]]
+                    if samples:
+                        unsettled.append((configuration, allocator, samples, rows))
+                    yield rows
     finally:
         for one in workers.values():
             one.stop()

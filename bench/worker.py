@@ -225,7 +225,8 @@ class Measurement:
         every = timing.rounds(turns, *effort, settling, place.move, earlier)
         samples = timing.counted(every)
         noise = timing.noise(before, timing.Load.now(), samples)
-        settled = ours is None or timing.settled(samples, ours, timing.UNSETTLED)
+        certain = ours is None or timing.settled(samples, ours, timing.UNSETTLED)
+        settled = certain and not (settling and timing.hasty(every, self.request["least"]))
 
         for name, taken in samples.items():
             row = self.found[name]

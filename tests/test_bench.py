@@ -363,6 +363,13 @@ def test_more_rounds_make_a_median_more_certain():
     assert timing.settled({"ours": ours[:3], "copy": theirs[:3]}, "ours"), "a copy is a floor, not a contestant"
 
 
+def test_turns_of_few_steps_need_more_rounds():
+    ours, theirs = [{"both": 1.0}] * 6, [{"both": 1.0}, {"both": 2.0, timing.FEW: 1.0}] * 3
+    assert timing.hasty({"ours": ours[:5], "theirs": theirs[:5]}, least=3)
+    assert not timing.hasty({"ours": ours, "theirs": theirs}, least=3)
+    assert not timing.hasty({"ours": ours[:3], "theirs": ours[:3]}, least=3)
+
+
 @pytest.mark.parametrize(
     ("seconds", "steps"),
     [
@@ -377,7 +384,8 @@ def test_more_rounds_make_a_median_more_certain():
 )
 def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
     taken, left = turned(monkeypatch, seconds, "n" * len(seconds))
-    assert taken == {"both": min(seconds[:steps]), "no_grad": 1.0}
+    few = {timing.FEW: 1.0} if steps < timing.AGREEING else {}
+    assert taken == {"both": min(seconds[:steps]), "no_grad": 1.0, **few}
     assert len(seconds) - left == steps
 
 
@@ -385,7 +393,7 @@ def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, step
     ("seconds", "cores", "expected"),
     [
         ((0.4, 0.45, 0.5, 0.51, 0.52), "annnn", {"both": 0.5}),
-        ((0.9, 0.5, 1.0, 0.8, 0.9), "aaaaa", {"both": 0.5, timing.APART: 1.0}),
+        ((0.9, 0.5, 1.0, 0.8, 0.9), "aaaaa", {"both": 0.5, timing.APART: 1.0, timing.FEW: 1.0}),
     ],
     ids=["near ones count", "apart for too long"],
 )
@@ -515,7 +523,7 @@ def test_a_worker_ends_with_the_bench_that_started_it():
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
-    """With the rounds it has, for the setting that did not settle alone; memory is not measured again."""
+    """A few times, with the rounds it has, for the setting that did not settle alone; memory is not measured again."""
     losses = ("calm", "uncertain")
     plan = [run.Configuration(loss, 0, "", ROWS, "float32", False, tuple(run.ALLOCATORS)) for loss in losses]
     asked = []
@@ -524,7 +532,8 @@ def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
         asked.append((configuration.loss, allocator, settings["earlier"]))
         settled = configuration.loss == "calm" or allocator == "default"
         about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked), "settled": settled}
-        return [{**about, "provider": "ours", "samples": [1.0]}, {**about, "provider": "absent"}]
+        samples = (settings["earlier"] or {"ours": []})["ours"] + [1.0]
+        return [{**about, "provider": "ours", "samples": samples}, {**about, "provider": "absent"}]
 
     def add_memory(rows, *others):
         for row in rows:
@@ -536,11 +545,13 @@ def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
     monkeypatch.setattr(run.Worker, "stop", lambda self: stopped.append(len(asked)))
     measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
     at_the_end = 3 * [len(asked)]
-    assert stopped == ([0, 1, 2, 3, 4] if full else []) + at_the_end, "each has a process of its own"
+    first, more = 4, run.VISITS - 1 if full else 0
+    assert stopped == (list(range(first + more)) if full else []) + at_the_end, "each has a process of its own"
     assert [asking[:2] for asking in asked[:4]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
     assert [len(rows) for rows in measured[:2]] == [4, 4] and not any("samples" in row for rows in measured for row in rows)
-    assert asked[4:] == ([("uncertain", "huge pages", {"ours": [1.0]})] if full else [])
-    assert [(row["visit"], row["extra_bytes"]) for rows in measured[2:] for row in rows] == ([(5, 7), (5, 7)] if full else [])
+    assert asked[first:] == [("uncertain", "huge pages", {"ours": [1.0] * (1 + i)}) for i in range(more)]
+    again = [(first + 1 + i, 7) for i in range(more) for _ in range(2)]
+    assert [(row["visit"], row["extra_bytes"]) for rows in measured[2:] for row in rows] == again
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
