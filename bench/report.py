@@ -254,7 +254,7 @@ def in_bytes(value: float | None) -> str:
 
 # Pictures
 
-#: One colour for each kind of provider, the same in every picture; readable for colour-blind people and in print.
+#: One colour for each provider or kind of provider, the same in every picture; readable for colour-blind people and in print.
 COLOURS = {
     "ours": "#0072B2",
     "reference": "#56B4E9",
@@ -262,8 +262,17 @@ COLOURS = {
     "compile": "#E69F00",
     "torch": "#009E73",
     "copy": "#555555",
+    "F.linear_cross_entropy (chunked)": "#00573F",
+    "kornia": "#8C564B",
+    "monai": "#CC79A7",
+    "pytorch-metric-learning": "#7F7F00",
+    "segmentation-models-pytorch": "#9467BD",
+    "timm": "#17A2B8",
+    "liger-kernel": "#000000",
+    "cut-cross-entropy": "#882255",
+    "quack-kernels": "#999933",
+    "peer": "#BBBBBB",
 }
-PEER_COLOURS = ("#CC79A7", "#8C564B", "#7F7F00", "#9467BD", "#17A2B8")
 
 
 #: More bars than this are split into one picture for each shape.
@@ -320,11 +329,9 @@ def _pages(name: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
         yield f"{name}-{shape}", [row for row in rows if row["shape"] == shape]
 
 
-def colour(row: Row, order: dict[str, str]) -> str:
-    """The colour of a provider; peers, and torch's chunked variant, take the others in order of appearance."""
-    if row["kind"] in COLOURS and "chunked" not in row["provider"]:
-        return COLOURS[row["kind"]]
-    return order.setdefault(row["provider"], PEER_COLOURS[len(order) % len(PEER_COLOURS)])
+def colour(row: Row) -> str:
+    """The colour of a provider: its own, or that of its kind."""
+    return COLOURS.get(row["provider"], COLOURS[row["kind"]])
 
 
 def label(row: Row) -> str:
@@ -382,7 +389,6 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
 
     bars = _ordered(rows)
     figure, axes, places = _bar_axes(bars)
-    order: dict[str, str] = {}
     seen = set()
     for place, (row, name) in zip(places, bars, strict=True):
         ratio = row["ratio"]["both"]
@@ -392,7 +398,7 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
             median - 1,
             left=1,
             height=0.85,
-            color=colour(row, order),
+            color=colour(row),
             alpha=1.0 if row["allocator"] == "default" else 0.55,
             label=None if name in seen else name,
         )
@@ -421,7 +427,6 @@ def _classes(record: Record, rows: list[Row]) -> Any:
     panels = list(dict.fromkeys((row["loss"], row["dtype"]) for row in rows))
     size = (5.6 * len(panels), 4.6)
     figure, grid = plt.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained", squeeze=False)
-    order: dict[str, str] = {}
     for axes, (loss, dtype) in zip(grid[0], panels, strict=True):
         curves: dict[str, list[Row]] = {}
         for row in rows:
@@ -432,8 +437,8 @@ def _classes(record: Record, rows: list[Row]) -> Any:
             x = [row["sizes"][1] for row in points]
             median, low, high = ([row["ms"]["both"][part] for row in points] for part in ("median", "low", "high"))
             style = "--" if points[0]["kind"] == "copy" else "o-"
-            axes.plot(x, median, style, color=colour(points[0], order), markersize=4, label=name)
-            axes.fill_between(x, low, high, color=colour(points[0], order), alpha=0.15, linewidth=0)
+            axes.plot(x, median, style, color=colour(points[0]), markersize=4, label=name)
+            axes.fill_between(x, low, high, color=colour(points[0]), alpha=0.15, linewidth=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
@@ -451,13 +456,12 @@ def _memory(record: Record, rows: list[Row], title: str) -> Any:
     """Bars: peak memory beyond inputs and gradients, in sizes of the logits."""
     bars = _ordered(rows)
     figure, axes, places = _bar_axes(bars)
-    order: dict[str, str] = {}
     seen = set()
     largest = 1.0
     for place, (row, name) in zip(places, bars, strict=True):
         share = row["extra_bytes"] / _logit_bytes(row)
         largest = max(largest, share)
-        axes.barh(place, share, height=0.85, color=colour(row, order), label=None if name in seen else name)
+        axes.barh(place, share, height=0.85, color=colour(row), label=None if name in seen else name)
         seen.add(name)
         text = f"{share:.2f} ({in_bytes(row['extra_bytes'])})"
         axes.annotate(text, (share, place), (4, 0), textcoords="offset points", va="center", fontsize=7)

@@ -218,11 +218,16 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                     console.print(f"{time.strftime('%X')} {what}", style="dim", highlight=False)
                 return lambda event: progress.update(task, description=f"{what}: {event['doing'] + ' ' + event['name']:<32.32}")
 
+            nearest: float | None = None  # handover between two cores that a worker has seen
+
             def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> tuple[Rows, Any]:
                 """Rows, and the samples of all rounds if there should be more."""
+                nonlocal nearest
                 if settings["settle"]:
                     workers[allocator].stop()  # a process of its own: what malloc keeps of others can halve or double a time
-                rows = _times(configuration, allocator, workers[allocator], {**settings, "earlier": earlier}, show)
+                known = {"earlier": earlier, "nearest": nearest}
+                rows = _times(configuration, allocator, workers[allocator], {**settings, **known}, show)
+                nearest = next((row["noise"]["handover"] for row in rows if "noise" in row), nearest)
                 progress.advance(task, costs[configuration] / len(configuration.allocators))
                 samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
                 return rows, None if all(row.get("settled", True) for row in rows) else samples

@@ -7,12 +7,12 @@ memory back to its host. That charges whoever allocates much, which is not us. A
 forward, backward, gradient released. Every round has its inputs elsewhere in memory, on huge pages with both allocators: with
 4 KiB pages a loss takes a tenth more or less by where they lie.
 
-The host of a virtual machine moves its cores, every few seconds, together and apart: two that share a cache share a way to
-memory as well, and a copy of 512 MiB takes 31 ms there, 22 ms where they are apart. So before and after a step we look how long
-a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any. Cores
-apart are given a rest, after which the host mostly puts them together: within 0.5 s, against 4 s when they are kept busy. Near
-is the slower state, for ours a little more than for others: entropy at llama with huge pages takes 36 ms near and 32 apart,
-eager 455 and 410.
+The host of a virtual machine moves its cores together and apart, every few seconds or for an hour: two that share a cache share
+a way to memory as well, and a copy of 512 MiB takes 31 ms there, 21 ms where they are apart. So before and after a step we look
+how long a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any.
+Cores apart are made to wake each other, as hosts put near each other what does: they were together within 4 s, mostly within
+one, 24 of 27 times; at rest in none of 13. Near is the slower state, for ours more than for others: cross-entropy at llama takes
+34 ms near and 30 apart, eager 473 and 510, so that 13.8x becomes 17.2x.
 
 malloc keeps what others freed or maps it anew, by what a process did before: compiled Dice with CE at one street scene is 2.7x
 or 6.6x ours by that alone. So a full run has a process for each configuration.
@@ -31,7 +31,9 @@ import gc
 import math
 import mmap
 import os
+import queue
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -54,10 +56,10 @@ SHORTEST = 0.2  #: and so many seconds have passed
 SETTLED = 0.06  #: rounds go on while the median of a ratio is less certain than this,
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
 LONGEST = 30.0  #: but not beyond so many seconds
-FAR = 2.0  #: times the shortest handover of a cache line: cores that need longer are apart
+FAR = 2.5  #: times the shortest handover of a cache line: cores that need longer are apart
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
-REST = 0.1  #: seconds of rest for cores apart,
-RESTS = 20  #: so many times before a step
+CALLS = 400  #: with which cores apart wake each other, a tenth of a second,
+PULLS = 20  #: so many times before a step
 UNSETTLED = 0.1  #: a ratio whose median is less certain than this is worth another visit
 HUGE_PAGE = 1 << 21  #: bytes
 
@@ -163,13 +165,13 @@ class Cores:
         self.seen = -math.inf  # when
 
     def near(self) -> bool:
-        """Whether they are about as near as they have ever been in this process."""
+        """Whether they are about as near as they have ever been seen."""
         if torch.get_num_threads() != 2:
             return True
-        if self.seen == -math.inf:  # the first time: they may be apart now
-            for _ in range(RESTS):
+        if self.nearest == math.inf and self.seen == -math.inf:  # the first time: they may be apart now
+            for _ in range(PULLS):
+                wake_each_other()
                 self._look()
-                time.sleep(REST / 2)
         if time.perf_counter() - self.seen > FRESH:
             self._look()
         return not self.last > FAR * self.nearest
@@ -180,12 +182,40 @@ class Cores:
         self.nearest = min(self.nearest, self.last)
 
     def gather(self) -> bool:
-        """Whether they are near, perhaps after a rest."""
-        for _ in range(RESTS):
+        """Whether they are near, perhaps after a pull."""
+        for _ in range(PULLS):
             if self.near():
                 return True
-            time.sleep(REST)
+            wake_each_other()
         return self.near()
+
+
+def wake_each_other() -> None:
+    """Two threads on two cores; one asks after a breath, in which both cores fall asleep, and the other answers."""
+    cores = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        return
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+    answered: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        os.sched_setaffinity(0, {cores[0]})  # of this thread alone
+        for _ in range(CALLS):
+            time.sleep(1e-4)
+            asked.put(None)
+            answered.get()
+
+    def answer() -> None:
+        os.sched_setaffinity(0, {cores[1]})
+        for _ in range(CALLS):
+            asked.get()
+            answered.put(None)
+
+    threads = [threading.Thread(target=one) for one in (ask, answer)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 CORES = Cores()
@@ -371,18 +401,22 @@ def _frequency() -> float | None:
 
 
 def noise(before: Load, after: Load, samples: Samples) -> dict[str, Any]:
-    """Shares of processor time that others took, of turns between cores apart, and whether the times deserve suspicion."""
+    """Shares of processor time that others took, of turns between cores apart, and whether the times deserve suspicion.
+
+    Beside them the shortest handover between two cores, in ns, that says what near is.
+    """
     turns = [taken for its in samples.values() for taken in its]
     apart = round(sum(APART in taken for taken in turns) / max(1, len(turns)), 4)
+    cores = {"apart": apart, "handover": None if math.isinf(CORES.nearest) else round(CORES.nearest, 1)}
     total = after.total - before.total
     if total <= 0:
-        return {"steal": None, "others": None, "clock": None, "apart": apart, "noisy": None}
+        return {"steal": None, "others": None, "clock": None, **cores, "noisy": None}
     steal = (after.steal - before.steal) / total
     others = max(0.0, (after.busy - before.busy) - (after.own - before.own)) / total
     clock = after.frequency / before.frequency if before.frequency and after.frequency else None
     noisy = steal > 0.02 or others > 0.10 or apart > 0 or (clock is not None and abs(clock - 1) > 0.05)
-    shares = {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4), "apart": apart}
-    return {**shares, "noisy": noisy}
+    shares = {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4)}
+    return {**shares, **cores, "noisy": noisy}
 
 
 # Memory

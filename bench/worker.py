@@ -8,6 +8,7 @@ it was and starts another worker.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import sys
@@ -214,6 +215,7 @@ class Measurement:
             self.found["copy"] = {"provider": "copy", "kind": "copy", "status": "ok"}
         self.say(event="provider", name="", doing="timing")  # the gate at the full shape has warmed everybody up
         ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
+        timing.CORES.nearest = min(timing.CORES.nearest, self.request["nearest"] or math.inf)
         before = timing.Load.now()
         length = self.request["steps"], self.request["patience"]
         turns = {name: partial(timing.turn, its, *length) for name, its in steps.items()}

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def measured(peers=False, exclude=None, **changes):
         "settle": False,
         "patience": 1.0,
         "earlier": None,
+        "nearest": None,
         "exclude": exclude or {},
         **changes,
     }
@@ -303,11 +305,11 @@ def test_a_second_visit_adds_to_the_rounds_of_the_first():
 @pytest.mark.parametrize(("threads", "expected"), [(2, [False, True, False, True, True]), (4, [True] * 5)])
 def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads, expected):
     """Compared with the shortest so far, a few at first; looked at again after a while, and only for two threads."""
-    first = [60.0, 30.0] + [170.0] * (timing.RESTS - 2)
+    first = [60.0, 30.0] + [170.0] * (timing.PULLS - 2)
     readings = iter([*first, 31.0, 170.0, 29.0, math.nan])
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing, "wake_each_other", lambda: None)
     monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(timing.cpu, "handover_ns", lambda: next(readings))
     cores = timing.Cores()
@@ -318,13 +320,31 @@ def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads,
         now[0] += timing.FRESH
 
 
-@pytest.mark.parametrize(("readings", "rests"), [("n", 0), ("aan", 2), ("a" * 100, timing.RESTS)])
-def test_cores_apart_are_given_a_rest(monkeypatch, readings, rests):
-    seen, slept = iter(readings), []
-    monkeypatch.setattr(timing.time, "sleep", slept.append)
+def test_cores_apart_are_told_by_what_an_earlier_process_saw(monkeypatch):
+    readings = iter([170.0, 60.0])
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(timing.cpu, "handover_ns", lambda: next(readings))
+    monkeypatch.setattr(timing, "FRESH", -1.0)  # looked at every time
+    cores = timing.Cores()
+    cores.nearest = 30.0
+    assert not cores.near() and cores.near() and cores.nearest == 30.0
+
+
+@pytest.mark.parametrize(("readings", "pulls"), [("n", 0), ("aan", 2), ("a" * 100, timing.PULLS)])
+def test_cores_apart_are_pulled_together(monkeypatch, readings, pulls):
+    seen, pulled = iter(readings), []
+    monkeypatch.setattr(timing, "wake_each_other", lambda: pulled.append(1))
     cores = timing.Cores()
     monkeypatch.setattr(cores, "near", lambda: next(seen) == "n")
-    assert cores.gather() is (readings[-1] == "n") and slept == rests * [timing.REST]
+    assert cores.gather() is (readings[-1] == "n") and len(pulled) == pulls
+
+
+def test_threads_that_wake_each_other_end_and_leave_the_others_where_they_may_run():
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("the system binds no threads")
+    before, threads = os.sched_getaffinity(0), threading.active_count()
+    timing.wake_each_other()
+    assert os.sched_getaffinity(0) == before and threading.active_count() == threads
 
 
 @pytest.mark.skipif(cpu._cpu is None, reason=f"no C++ kernels: {cpu.absent}")
@@ -408,7 +428,7 @@ def turned(monkeypatch, seconds, cores):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     where = ["n"]
     monkeypatch.setattr(timing.CORES, "near", lambda: where[0] == "n")
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing, "wake_each_other", lambda: None)
 
     def step():
         taken, where[0] = next(given)
@@ -427,12 +447,15 @@ def test_ratios_are_taken_round_by_round():
     assert timing.ratios(slow, fast)["both"]["median"] == 2.0
 
 
-def test_noise_is_the_share_that_others_took():
+def test_noise_is_the_share_that_others_took(monkeypatch):
     before = timing.Load(busy=0, steal=0, total=0, own=0, frequency=2000)
     quiet = timing.Load(busy=100, steal=0, total=200, own=100, frequency=2000)
     near, apart = {"ours": placed("nn")}, {"ours": placed("nn"), "theirs": placed("na")}
-    assert timing.noise(before, quiet, near) == {"steal": 0, "others": 0, "clock": 1, "apart": 0, "noisy": False}
-    assert timing.noise(before, quiet, apart) == {"steal": 0, "others": 0, "clock": 1, "apart": 0.25, "noisy": True}
+    calm = {"steal": 0, "others": 0, "clock": 1, "apart": 0, "handover": None, "noisy": False}
+    monkeypatch.setattr(timing.CORES, "nearest", math.inf)
+    assert timing.noise(before, quiet, near) == calm
+    monkeypatch.setattr(timing.CORES, "nearest", 28.04)
+    assert timing.noise(before, quiet, apart) == {**calm, "apart": 0.25, "handover": 28.0, "noisy": True}
     for change in ({"busy": 150}, {"steal": 20}, {"frequency": 1500}):
         assert timing.noise(before, dataclasses.replace(quiet, **change), near)["noisy"] is True
 
@@ -529,11 +552,13 @@ def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
     asked = []
 
     def times(configuration, allocator, worker, settings, show):
+        assert settings["nearest"] == (30.0 if asked else None), "what a process has seen, the next knows"
         asked.append((configuration.loss, allocator, settings["earlier"]))
         settled = configuration.loss == "calm" or allocator == "default"
         about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked), "settled": settled}
         samples = (settings["earlier"] or {"ours": []})["ours"] + [1.0]
-        return [{**about, "provider": "ours", "samples": samples}, {**about, "provider": "absent"}]
+        ours = {**about, "provider": "ours", "samples": samples, "noise": {"handover": 30.0}}
+        return [ours, {**about, "provider": "absent"}]
 
     def add_memory(rows, *others):
         for row in rows:
@@ -648,6 +673,14 @@ def test_many_bars_are_split_by_shape():
         ("speedup-a", report.BARS_MOST),
         ("speedup-b", report.BARS_MOST),
     ]
+
+
+def test_every_provider_has_its_own_colour_in_every_picture():
+    assert len(set(report.COLOURS.values())) == len(report.COLOURS)
+    libraries = {peer.library for peer in peers.PEERS if peer.timed} - {"torch"}
+    assert libraries <= report.COLOURS.keys()
+    assert report.colour({"provider": "kornia", "kind": "peer"}) == report.COLOURS["kornia"]
+    assert report.colour({"provider": "pylosses cuda", "kind": "ours"}) == report.COLOURS["ours"]
 
 
 # Parity with other libraries
