@@ -10,9 +10,10 @@ forward, backward, gradient released. Every round has its inputs elsewhere in me
 The host of a virtual machine moves its cores together and apart, every few seconds or for an hour: two that share a cache share
 a way to memory as well, and a copy of 512 MiB takes 31 ms there, 21 ms where they are apart. So before and after a step we look
 how long a cache line takes from one thread to the other, and only steps between cores that are near count, if there are any.
-Cores apart are made to wake each other, as hosts put near each other what does: they were together within 4 s, mostly within
-one, 24 of 27 times; at rest in none of 13. Near is the slower state, for ours more than for others: cross-entropy at llama takes
-34 ms near and 30 apart, eager 473 and 510, so that 13.8x becomes 17.2x.
+Cores apart are made to wake each other, as hosts put near each other what does: they were together within 3 s, mostly within
+1.5, 7 of 9 times; at rest once in 9. Near is the slower state, for ours more than for others: cross-entropy at llama
+takes 34 ms near and 30 apart, eager 473 and 510, so that 13.8x becomes 17.2x. A host that moves cores apart does so within
+half a second of work; longer steps cannot be kept near, feel it less (4 to 8 %) and count wherever they are.
 
 malloc keeps what others freed or maps it anew, by what a process did before: compiled Dice with CE at one street scene is 2.7x
 or 6.6x ours by that alone. So a full run has a process for each configuration.
@@ -57,9 +58,11 @@ SETTLED = 0.06  #: rounds go on while the median of a ratio is less certain than
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
 LONGEST = 30.0  #: but not beyond so many seconds
 FAR = 2.5  #: times the shortest handover of a cache line: cores that need longer are apart
+HELD = 0.3  #: seconds of a step for which cores can be kept together
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
 CALLS = 400  #: with which cores apart wake each other, a tenth of a second,
-PULLS = 20  #: so many times before a step
+PULLS = 20  #: so many times before a step,
+FIRST = 60  #: and before the first of a run, which has to see what near is
 UNSETTLED = 0.1  #: a ratio whose median is less certain than this is worth another visit
 HUGE_PAGE = 1 << 21  #: bytes
 
@@ -169,7 +172,7 @@ class Cores:
         if torch.get_num_threads() != 2:
             return True
         if self.nearest == math.inf and self.seen == -math.inf:  # the first time: they may be apart now
-            for _ in range(PULLS):
+            for _ in range(FIRST):
                 wake_each_other()
                 self._look()
         if time.perf_counter() - self.seen > FRESH:
@@ -238,14 +241,16 @@ def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
 
 
 def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
-    """The fastest of a few between near cores, as disturbances only add; two at least."""
+    """The fastest of a few between near cores, or long ones, as disturbances only add; two at least."""
     start = time.perf_counter()
     near: list[dict[str, float]] = []
     apart: list[dict[str, float]] = []
+    long = False
     while True:
-        before = CORES.gather()
+        together = long or CORES.gather()
         taken = step()
-        (near if before and CORES.near() else apart).append(taken)
+        long = _whole(taken) > HELD
+        (near if long or (together and CORES.near()) else apart).append(taken)
         seconds = time.perf_counter() - start
         enough = len(near) >= most or seconds >= (SHORTEST if _agree(near) else patience)
         if enough and len(near) + len(apart) > 1:

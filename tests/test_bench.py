@@ -305,7 +305,7 @@ def test_a_second_visit_adds_to_the_rounds_of_the_first():
 @pytest.mark.parametrize(("threads", "expected"), [(2, [False, True, False, True, True]), (4, [True] * 5)])
 def test_cores_are_near_or_apart_by_the_time_of_a_handover(monkeypatch, threads, expected):
     """Compared with the shortest so far, a few at first; looked at again after a while, and only for two threads."""
-    first = [60.0, 30.0] + [170.0] * (timing.PULLS - 2)
+    first = [60.0, 30.0] + [170.0] * (timing.FIRST - 2)
     readings = iter([*first, 31.0, 170.0, 29.0, math.nan])
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -422,8 +422,14 @@ def test_steps_between_cores_apart_do_not_count(monkeypatch, seconds, cores, exp
     assert taken == {**expected, "no_grad": 1.0} and left == 0
 
 
-def turned(monkeypatch, seconds, cores):
+def test_long_steps_count_wherever_they_are(monkeypatch):
+    taken, left = turned(monkeypatch, (0.5, 0.51, 0.49), "aaa", held=0.3)
+    assert taken == {"both": 0.49, "no_grad": 1.0} and left == 0
+
+
+def turned(monkeypatch, seconds, cores, held=math.inf):
     """A turn with steps that take so long between such cores, and how many steps are left."""
+    monkeypatch.setattr(timing, "HELD", held)
     given, now = iter(zip(seconds, cores, strict=True)), [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     where = ["n"]
