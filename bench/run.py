@@ -39,7 +39,7 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: For each configuration and allocator: seconds of timing, least rounds, most steps of a turn and seconds for which they may
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
-    "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 1.0, "settle": False},
+    "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 0.2, "settle": False},
     "full": {"budget": 3.0, "least": 3, "steps": 15, "patience": 5.0, "settle": True},
 }
 Rows = list[dict[str, Any]]

@@ -61,7 +61,7 @@ FAR = 2.5  #: times the shortest handover of a cache line: cores that need longe
 HELD = 0.3  #: seconds of a step for which cores can be kept together
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
 CALLS = 400  #: with which cores apart wake each other, a tenth of a second,
-PULLS = 20  #: so many times before a step,
+PULLS = 4  #: so many times before a step for each second of patience,
 FIRST = 60  #: and before the first of a run, which has to see what near is
 UNSETTLED = 0.1  #: a ratio whose median is less certain than this is worth another visit
 HUGE_PAGE = 1 << 21  #: bytes
@@ -184,9 +184,9 @@ class Cores:
         self.seen = time.perf_counter()
         self.nearest = min(self.nearest, self.last)
 
-    def gather(self) -> bool:
+    def gather(self, pulls: int) -> bool:
         """Whether they are near, perhaps after a pull."""
-        for _ in range(PULLS):
+        for _ in range(pulls):
             if self.near():
                 return True
             wake_each_other()
@@ -247,7 +247,7 @@ def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
     apart: list[dict[str, float]] = []
     long = False
     while True:
-        together = long or CORES.gather()
+        together = long or CORES.gather(int(PULLS * patience))
         taken = step()
         long = _whole(taken) > HELD
         (near if long or (together and CORES.near()) else apart).append(taken)

@@ -330,13 +330,13 @@ def test_cores_apart_are_told_by_what_an_earlier_process_saw(monkeypatch):
     assert not cores.near() and cores.near() and cores.nearest == 30.0
 
 
-@pytest.mark.parametrize(("readings", "pulls"), [("n", 0), ("aan", 2), ("a" * 100, timing.PULLS)])
+@pytest.mark.parametrize(("readings", "pulls"), [("n", 0), ("aan", 2), ("a" * 100, 8)])
 def test_cores_apart_are_pulled_together(monkeypatch, readings, pulls):
     seen, pulled = iter(readings), []
     monkeypatch.setattr(timing, "wake_each_other", lambda: pulled.append(1))
     cores = timing.Cores()
     monkeypatch.setattr(cores, "near", lambda: next(seen) == "n")
-    assert cores.gather() is (readings[-1] == "n") and len(pulled) == pulls
+    assert cores.gather(8) is (readings[-1] == "n") and len(pulled) == pulls
 
 
 def test_threads_that_wake_each_other_end_and_leave_the_others_where_they_may_run():
