@@ -173,8 +173,10 @@ class Cores:
             return True
         if self.nearest == math.inf and self.seen == -math.inf:  # the first time: they may be apart now
             for _ in range(FIRST):
-                wake_each_other()
                 self._look()
+                if math.isnan(self.last):  # nobody can tell here
+                    break
+                wake_each_other()
         if time.perf_counter() - self.seen > FRESH:
             self._look()
         return not self.last > FAR * self.nearest

@@ -330,6 +330,13 @@ def test_cores_apart_are_told_by_what_an_earlier_process_saw(monkeypatch):
     assert not cores.near() and cores.near() and cores.nearest == 30.0
 
 
+def test_cores_that_cannot_be_looked_at_are_near_and_not_pulled(monkeypatch):
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(timing.cpu, "handover_ns", lambda: math.nan)
+    monkeypatch.setattr(timing, "wake_each_other", lambda: pytest.fail("pulled"))
+    assert timing.Cores().gather(8)
+
+
 @pytest.mark.parametrize(("readings", "pulls"), [("n", 0), ("aan", 2), ("a" * 100, 8)])
 def test_cores_apart_are_pulled_together(monkeypatch, readings, pulls):
     seen, pulled = iter(readings), []
