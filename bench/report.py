@@ -156,7 +156,7 @@ COLUMNS = (
     ("extra", 9),
 )
 NAME_WIDTH = 36
-LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calmer rounds, ± half the quartiles' range
+LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calm rounds, ± half the quartiles' range
 ours faster: their time / our time, forward + backward, median of the ratios of each round
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations
 copies: time of forward + backward in copies of the logits into a warm buffer; GB/s: by the bytes a fused loss must move
@@ -218,7 +218,8 @@ def _disturbance(providers: dict[str, dict[str, Row]]) -> str:
         for row in settings.values():
             noise = row.get("noise") or {}
             if noise.get("noisy"):
-                return f"  * others {noise['others']:.0%}, steal {noise['steal']:.0%}, cores apart {noise['apart']:.0%}"
+                shares = {"others": "others", "steal": "steal", "cores apart": "apart", "disturbed": "slow"}
+                return "  * " + ", ".join(f"{name} {noise.get(key, 0.0):.0%}" for name, key in shares.items())
     return ""
 
 

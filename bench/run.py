@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import queue
 import subprocess
@@ -22,10 +23,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from pylosses.spec import LOSSES, LossSpec
 
-from . import against, report, shapes
+from . import against, report, shapes, timing
 from .providers import variants
 from .shapes import Shape
-from .timing import EXACT_MALLOC
 from .worker import serve
 
 #: Allocator settings by name: torch reads its own when it starts. Huge pages help torch's losses at large shapes.
@@ -40,12 +40,13 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 0.2, "settle": False},
-    "full": {"budget": 3.0, "least": 3, "steps": 15, "patience": 5.0, "settle": True},
+    "full": {"budget": 3.0, "least": 4, "steps": 15, "patience": 2.0, "settle": True},
 }
 Rows = list[dict[str, Any]]
 Show = Callable[[dict[str, Any]], None]  #: sees what a worker does, as it does it
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 VISITS = 3  #: to a configuration whose ratios stay uncertain: what disturbs them may last for minutes
+LATER = 1200.0  #: seconds after which no second or third visit begins
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
 def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[Rows]:
     """Rows of each configuration as it finishes, with a progress bar.
 
-    A full run comes back at its end to what did not settle, up to `VISITS` in all, and adds rounds to those it has: the machine
-    may be calmer then.
+    A full run comes back at its end to what did not settle, up to `VISITS` in all, the least certain first, and adds rounds to
+    those it has: the machine may be calmer then.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -206,7 +207,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         TimeRemainingColumn(elapsed_when_finished=False),
     )
     costs = {configuration: configuration.cost(settings["budget"]) for configuration in plan}
-    workers = {name: Worker(environment) for name, environment in {**ALLOCATORS, "memory": EXACT_MALLOC}.items()}
+    workers = {name: Worker(environment) for name, environment in {**ALLOCATORS, "memory": timing.EXACT_MALLOC}.items()}
     try:
         with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(costs.values()))
@@ -218,49 +219,67 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                     console.print(f"{time.strftime('%X')} {what}", style="dim", highlight=False)
                 return lambda event: progress.update(task, description=f"{what}: {event['doing'] + ' ' + event['name']:<32.32}")
 
-            nearest: float | None = None  # handover between two cores that a worker has seen
+            seen: dict[str, float | None] = {"handover": None, "yardstick": None}  # at best, by any worker
 
-            def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> tuple[Rows, Any]:
-                """Rows, and the samples of all rounds if there should be more."""
-                nonlocal nearest
+            def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> Visit:
                 if settings["settle"]:
                     workers[allocator].stop()  # a process of its own: what malloc keeps of others can halve or double a time
-                known = {"earlier": earlier, "nearest": nearest}
+                known = {"earlier": earlier, "seen": seen}
                 rows = _times(configuration, allocator, workers[allocator], {**settings, **known}, show)
-                nearest = next((row["noise"]["handover"] for row in rows if "noise" in row), nearest)
+                seen.update(next(({name: row["noise"][name] for name in seen} for row in rows if "noise" in row), {}))
                 progress.advance(task, costs[configuration] / len(configuration.allocators))
                 samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
-                return rows, None if all(row.get("settled", True) for row in rows) else samples
+                return Visit(configuration, allocator, rows, samples)
 
-            unsettled = []
+            visits = []
             for i, configuration in enumerate(plan):
                 show = begin(f"{i + 1}/{len(plan)}", configuration)
-                rows: Rows = []
-                for allocator in configuration.allocators:
-                    found, samples = measure(configuration, allocator, show)
-                    rows += found
-                    if samples and settings["settle"]:
-                        unsettled.append((configuration, allocator, samples, found))
+                those = [measure(configuration, allocator, show) for allocator in configuration.allocators]
+                rows = [row for visit in those for row in visit.rows]
                 _add_memory(rows, configuration, workers["memory"], settings, show)
                 yield rows
+                visits += those
 
-            for visit in range(2, VISITS + 1):
-                again, unsettled = unsettled, []
-                more = sum(costs[c] / len(c.allocators) for c, *_ in again)
-                progress.update(task, total=progress.tasks[0].completed + more)
-                for i, (configuration, allocator, samples, before) in enumerate(again):
-                    show = begin(f"visit {visit}, {i + 1}/{len(again)}", configuration)
-                    rows, samples = measure(configuration, allocator, show, samples)
-                    memory = {row["provider"]: row["extra_bytes"] for row in before if "extra_bytes" in row}
-                    for row in rows:
+            late = time.monotonic() + (LATER if settings["settle"] else 0.0)
+            for number in range(2, VISITS + 1):
+                again = sorted((v for v in visits if v.uncertainty(seen) > timing.SETTLED), key=lambda v: -v.uncertainty(seen))
+                progress.update(task, total=progress.tasks[0].completed + sum(v.cost(costs) for v in again))
+                visits = []
+                for i, before in enumerate(again):
+                    if time.monotonic() >= late:
+                        return
+                    show = begin(f"visit {number}, {i + 1}/{len(again)}", before.configuration)
+                    visit = measure(before.configuration, before.allocator, show, before.samples)
+                    memory = {row["provider"]: row["extra_bytes"] for row in before.rows if "extra_bytes" in row}
+                    for row in visit.rows:
                         if row["provider"] in memory:
                             row["extra_bytes"] = memory[row["provider"]]
-                    if samples:
-                        unsettled.append((configuration, allocator, samples, rows))
-                    yield rows
+                    yield visit.rows
+                    visits.append(visit)
     finally:
         for one in workers.values():
             one.stop()
+
+
+@dataclass
+class Visit:
+    """What a worker found of a configuration with one allocator, and the samples of all rounds so far."""
+
+    configuration: Configuration
+    allocator: str
+    rows: Rows
+    samples: dict[str, Any]
+
+    def uncertainty(self, seen: dict[str, float | None]) -> float:
+        """Of its ratios; infinite if, as is seen by now, neighbours slowed the machine down meanwhile."""
+        row = next((row for row in self.rows if "uncertain" in row), None)  # it is the same in all of them
+        if row is None:
+            return 0.0
+        slow = row["noise"]["pace"] > timing.SLOW * (seen["yardstick"] or math.inf)
+        return math.inf if slow or row["uncertain"] is None else row["uncertain"]
+
+    def cost(self, costs: dict[Configuration, float]) -> float:
+        return costs[self.configuration] / len(self.configuration.allocators)
 
 
 def _times(

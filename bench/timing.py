@@ -3,7 +3,8 @@
 In every round each provider has a turn, in rotating order, so that whatever the machine does meanwhile hits all alike;
 speed-ups are ratios within a round. A turn is a few steps in a row, until the three fastest agree, and the fastest counts: any
 of them may pay for what others did to caches and memory, twice to five times the usual where a virtual machine hands free
-memory back to its host. That charges whoever allocates much, which is not us. A step is what training does: a fresh leaf,
+memory back to its host. That charges whoever allocates much, which is not us. (Steps of seconds pay no more for being first,
+and their turn may be a single one.) A step is what training does: a fresh leaf,
 forward, backward, gradient released. Every round has its inputs elsewhere in memory, on huge pages with both allocators: with
 4 KiB pages a loss takes a tenth more or less by where they lie.
 
@@ -18,10 +19,10 @@ half a second of work; longer steps cannot be kept near, feel it less (4 to 8 %)
 malloc keeps what others freed or maps it anew, by what a process did before: compiled Dice with CE at one street scene is 2.7x
 or 6.6x ours by that alone. So a full run has a process for each configuration.
 
-What neighbours do to memory lasts for seconds or minutes. The calmer half of the rounds counts, those in which everybody
-together was fastest, and rounds go on while ratios are uncertain; `run` comes back later to those that stay so. Of steps of
-seconds too few fit into a turn to agree, so they need twice the rounds: between two full runs 4 of 143 ratios differed by more
-than 15 %, all of HEM with a large vocabulary, three of them certain after a single visit in one of the runs.
+What neighbours do lasts for seconds or many minutes, and slows those down most who use memory best: for a quarter of an hour
+compute-bound losses took 1.4 times as long, Dice with CE 46 ms instead of 33, its eager formula 1130 instead of 960. So after
+every turn the same work is timed as in all processes of a run, and turns beside which it took longer than it once did do not
+count, if there are others. Rounds go on while ratios are uncertain; `run` comes back later to those that stay so.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ from .providers import scalar
 MODES = ("forward", "backward", "both", "no_grad")
 AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed
-SETTLED = 0.06  #: rounds go on while the median of a ratio is less certain than this,
+SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this: two runs then differ by 15 % at worst,
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
 LONGEST = 30.0  #: but not beyond so many seconds
 FAR = 2.5  #: times the shortest handover of a cache line: cores that need longer are apart
@@ -63,7 +64,7 @@ FRESH = 5e-3  #: seconds for which cores stay where they were seen
 CALLS = 400  #: with which cores apart wake each other, a tenth of a second,
 PULLS = 4  #: so many times before a step for each second of patience,
 FIRST = 60  #: and before the first of a run, which has to see what near is
-UNSETTLED = 0.1  #: a ratio whose median is less certain than this is worth another visit
+SLOW = 1.2  #: times the shortest time of the yardstick: turns beside which it takes longer are disturbed
 HUGE_PAGE = 1 << 21  #: bytes
 
 
@@ -224,11 +225,56 @@ def wake_each_other() -> None:
 
 
 CORES = Cores()
-Step = Callable[[], dict[str, float]]
-Samples = dict[str, list[dict[str, float]]]
+
+
+class Yardstick:
+    """The same work in all processes of a run: where it takes longer than it once did, neighbours are busy."""
+
+    def __init__(self) -> None:
+        self.shortest = math.inf  # seconds
+        self.last = 0.0
+
+    @cached_property
+    def work(self) -> Callable[[], Any]:
+        source, square = moved(torch.ones(16 << 20)), torch.ones(640, 640)  # 64 MiB: more than caches hold
+        target, product = moved(source), torch.ones_like(square)
+
+        def work() -> None:
+            target.copy_(source)
+            torch.mm(square, square, out=product)
+
+        work()
+        return work
+
+    def pace(self) -> float:
+        """Seconds now or before, whichever is more, of which both are the fastest of three.
+
+        0 where cores are apart, which makes copies faster and is no measure of neighbours.
+        """
+        before, self.last = self.last, 0.0
+        if CORES.near():
+            self.last = min(_seconds(self.work) for _ in range(3))
+            if CORES.near():
+                self.shortest = min(self.shortest, self.last)
+        return max(before, self.last)
+
+    def disturbed(self, pace: float) -> bool:
+        return pace > SLOW * self.shortest
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+YARDSTICK = Yardstick()
+Sample = dict[str, float]
+Step = Callable[[], Sample]
+Samples = dict[str, list[Sample]]
 APART = "apart"  #: in a sample of cores that were not near
-FEW = "few"  #: in a sample of fewer steps than can agree
-MARKS = (APART, FEW)
+PACE = "pace"  #: in every sample: seconds of the yardstick before or after it
+MARKS = (APART, PACE)
 AGREEING = 3  #: steps of a turn
 
 
@@ -239,11 +285,11 @@ def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
     """
     first, *others = (_undisturbed(step, most, patience if i == 0 else patience / 5) for i, step in enumerate(steps))
     every = [(mode, seconds) for taken in others for mode, seconds in taken.items() if mode not in MARKS]
-    return dict(every) | first
+    return dict(every) | first | {PACE: YARDSTICK.pace()}
 
 
 def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
-    """The fastest of a few between near cores, or long ones, as disturbances only add; two at least."""
+    """The fastest of a few between near cores, or long ones, as disturbances only add; two at least, or a long one."""
     start = time.perf_counter()
     near: list[dict[str, float]] = []
     apart: list[dict[str, float]] = []
@@ -255,11 +301,10 @@ def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
         (near if long or (together and CORES.near()) else apart).append(taken)
         seconds = time.perf_counter() - start
         enough = len(near) >= most or seconds >= (SHORTEST if _agree(near) else patience)
-        if enough and len(near) + len(apart) > 1:
+        if enough and (long or len(near) + len(apart) > 1):
             break
     fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}
-    marks = {APART: not near, FEW: len(near) < AGREEING}
-    return fastest | {mark: 1.0 for mark, holds in marks.items() if holds}
+    return fastest if near else fastest | {APART: 1.0}
 
 
 def _agree(taken: list[dict[str, float]]) -> bool:
@@ -280,17 +325,14 @@ def rounds(
 ) -> Samples:
     """Samples of every step by name, one a round, for about `budget` seconds; longer while ratios to `ours` are uncertain.
 
-    Every round starts with `begin`. Ratios are those of the rounds that are `counted`, which is for the caller to do;
-    those of an `earlier` visit belong to them.
+    Every round starts with `begin`. Samples of an `earlier` visit come first.
     """
 
     def enough(rounds: int, seconds: float) -> bool:
         if rounds < least or seconds <= budget:
             return False
         tried = (rounds >= 2 * least and seconds > LONGER * budget) or seconds > LONGEST
-        if tried or ours is None:
-            return True
-        return settled(counted(samples), ours)
+        return tried or ours is None or uncertainty(samples, ours) <= SETTLED
 
     samples: Samples = {name: list(earlier[name]) if earlier else [] for name in steps}
     names = list(steps)
@@ -310,15 +352,19 @@ def rounds(
     return samples
 
 
-def counted(samples: Samples) -> Samples:
-    """The calmer half of the rounds in which all turns were between near cores; three at least, if there are so many."""
-    rounds = list(zip(*samples.values(), strict=True))
-    near = [i for i, turns in enumerate(rounds) if not any(APART in taken for taken in turns)]
-    if len(near) < 2:
-        near = list(range(len(rounds)))
-    calm = sorted(near, key=lambda i: sum(math.log(_whole(taken)) for taken in rounds[i]))
-    kept = sorted(calm[: max(3, len(calm) // 2)])
-    return {name: [taken[i] for i in kept] for name, taken in samples.items()}
+def counted(*providers: list[Sample]) -> list[tuple[Sample, ...]]:
+    """The rounds in which turns of these providers were between near cores and beside calm neighbours, if there are three.
+
+    Else those between near cores, if there are two; else all.
+    """
+    every = list(zip(*providers, strict=True))
+    near = [turns for turns in every if not any(APART in taken for taken in turns)]
+    calm = [turns for turns in near if not any(map(_disturbed, turns))]
+    return calm if len(calm) > 2 else near if len(near) > 1 else every
+
+
+def _disturbed(sample: Sample) -> bool:
+    return APART in sample or YARDSTICK.disturbed(sample.get(PACE, 0.0))
 
 
 def _whole(sample: dict[str, float]) -> float:
@@ -326,42 +372,31 @@ def _whole(sample: dict[str, float]) -> float:
     return sample["both"] if "both" in sample else sample["no_grad"]
 
 
-def settled(samples: Samples, ours: str, within: float = SETTLED) -> bool:
-    """Whether the ratios of whole steps to ours have medians that more rounds would hardly move, between near cores."""
+def uncertainty(samples: Samples, ours: str) -> float:
+    """By how much more rounds would move the medians of ratios of whole steps to ours; infinite where turns were disturbed."""
+    found = [0.0]
     for name, taken in samples.items():
-        if name == "copy":  # a floor, not a contestant
+        if name in (ours, "copy"):  # a floor is no contestant
             continue
-        values = [_whole(a) / _whole(b) for a, b in zip(taken, samples[ours], strict=True)]
-        if len(values) < 3 or any(APART in sample for sample in taken):
-            return False
-        low, median, high = statistics.quantiles(values, n=4)
-        if high - low > within * median * math.sqrt(len(values)):
-            return False
-    return True
+        pairs = counted(taken, samples[ours])
+        if len(pairs) < 3 or any(_disturbed(sample) for pair in pairs for sample in pair):
+            return math.inf
+        low, median, high = statistics.quantiles([_whole(a) / _whole(b) for a, b in pairs], n=4)
+        found.append((high - low) / median / math.sqrt(len(pairs)))
+    return max(found)
 
 
-def hasty(every: Samples, least: int) -> bool:
-    """Whether turns had too few steps, and these are too few rounds to make up for it."""
-    return any(FEW in sample for taken in every.values() for sample in taken) and len(next(iter(every.values()))) < 2 * least
-
-
-def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
     """Median and quartiles of each mode, in milliseconds."""
-    modes = {}
-    for mode in MODES:
-        values = [1e3 * sample[mode] for sample in samples if mode in sample]
-        if values:
-            modes[mode] = spread(values)
-    return modes
+    taken = [sample for (sample,) in counted(samples)]
+    return {mode: spread([1e3 * sample[mode] for sample in taken]) for mode in MODES if mode in taken[0]}
 
 
-def ratios(samples: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+def ratios(samples: list[Sample], ours: list[Sample]) -> dict[str, dict[str, float]]:
     """How many times longer than ours, round by round: median and quartiles for each mode."""
-    return {mode: spread(values) for mode in MODES if (values := _by_round(samples, ours, mode))}
-
-
-def _by_round(samples: list[dict[str, float]], ours: list[dict[str, float]], mode: str) -> list[float]:
-    return [a[mode] / b[mode] for a, b in zip(samples, ours, strict=True) if mode in a and mode in b]
+    pairs = counted(samples, ours)
+    both = [mode for mode in MODES if all(mode in sample for sample in pairs[0])]
+    return {mode: spread([a[mode] / b[mode] for a, b in pairs]) for mode in both}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -408,20 +443,28 @@ def _frequency() -> float | None:
 
 
 def noise(before: Load, after: Load, samples: Samples) -> dict[str, Any]:
-    """Shares of processor time that others took, of turns between cores apart, and whether the times deserve suspicion.
+    """Shares of processor time that others took, and whether the times deserve suspicion.
 
-    Beside them the shortest handover between two cores, in ns, that says what near is.
+    Beside them the shares of turns between cores apart and of disturbed ones, the yardstick's usual time in ms, and what was
+    seen at best: the handover between two cores in ns, and the yardstick.
     """
-    turns = [taken for its in samples.values() for taken in its]
-    apart = round(sum(APART in taken for taken in turns) / max(1, len(turns)), 4)
-    cores = {"apart": apart, "handover": None if math.isinf(CORES.nearest) else round(CORES.nearest, 1)}
+    turns = [taken for its in samples.values() for (taken,) in counted(its)]
+    apart, slow = (sum(APART in taken for taken in turns), sum(map(_disturbed, turns)))
+    paces = [taken.get(PACE, 0.0) for taken in turns]
+    cores = {
+        "apart": round(apart / max(1, len(turns)), 4),
+        "slow": round(slow / max(1, len(turns)), 4),
+        "pace": round(1e3 * statistics.median(paces), 3) if paces else 0.0,
+        "handover": round(CORES.nearest, 1) if math.isfinite(CORES.nearest) else None,
+        "yardstick": round(1e3 * YARDSTICK.shortest, 3) if math.isfinite(YARDSTICK.shortest) else None,
+    }
     total = after.total - before.total
     if total <= 0:
         return {"steal": None, "others": None, "clock": None, **cores, "noisy": None}
     steal = (after.steal - before.steal) / total
     others = max(0.0, (after.busy - before.busy) - (after.own - before.own)) / total
     clock = after.frequency / before.frequency if before.frequency and after.frequency else None
-    noisy = steal > 0.02 or others > 0.10 or apart > 0 or (clock is not None and abs(clock - 1) > 0.05)
+    noisy = steal > 0.02 or others > 0.10 or slow > 0 or (clock is not None and abs(clock - 1) > 0.05)
     shares = {"steal": round(steal, 4), "others": round(others, 4), "clock": clock and round(clock, 4)}
     return {**shares, **cores, "noisy": noisy}
 

@@ -215,7 +215,9 @@ class Measurement:
             self.found["copy"] = {"provider": "copy", "kind": "copy", "status": "ok"}
         self.say(event="provider", name="", doing="timing")  # the gate at the full shape has warmed everybody up
         ours = next((p.name for kind in ("ours", "reference") for p in self._running() if p.kind == kind), None)
-        timing.CORES.nearest = min(timing.CORES.nearest, self.request["nearest"] or math.inf)
+        seen = self.request["seen"]  # by other processes of the run
+        timing.CORES.nearest = min(timing.CORES.nearest, seen["handover"] or math.inf)
+        timing.YARDSTICK.shortest = min(timing.YARDSTICK.shortest, 1e-3 * (seen["yardstick"] or math.inf))
         before = timing.Load.now()
         length = self.request["steps"], self.request["patience"]
         turns = {name: partial(timing.turn, its, *length) for name, its in steps.items()}
@@ -224,16 +226,16 @@ class Measurement:
         earlier = self.request["earlier"]
         if earlier is not None and earlier.keys() != turns.keys():
             earlier = None  # somebody has failed once
-        every = timing.rounds(turns, *effort, settling, place.move, earlier)
-        samples = timing.counted(every)
+        samples = timing.rounds(turns, *effort, settling, place.move, earlier)
         noise = timing.noise(before, timing.Load.now(), samples)
-        certain = ours is None or timing.settled(samples, ours, timing.UNSETTLED)
-        settled = certain and not (settling and timing.hasty(every, self.request["least"]))
+        uncertainty = 0.0 if ours is None else timing.uncertainty(samples, ours)
+        uncertain = round(uncertainty, 4) if math.isfinite(uncertainty) else None
 
         for name, taken in samples.items():
             row = self.found[name]
-            row.update(rounds=len(taken), of=len(every[name]), settled=settled, ms=timing.summary(taken), noise=noise)
-            row.update(samples=every[name])  # for the next visit; the parent takes them out
+            counted = timing.counted(taken, samples[ours or name])
+            row.update(rounds=len(counted), of=len(taken), uncertain=uncertain, ms=timing.summary(taken), noise=noise)
+            row.update(samples=taken)  # for the next visit; the parent takes them out
             if name != "copy" and ours is not None:
                 row.update(against=ours, ratio=timing.ratios(taken, samples[ours]))
             if name != "copy" and copied:

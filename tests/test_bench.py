@@ -130,7 +130,7 @@ def measured(peers=False, exclude=None, **changes):
         "settle": False,
         "patience": 1.0,
         "earlier": None,
-        "nearest": None,
+        "seen": {"handover": None, "yardstick": None},
         "exclude": exclude or {},
         **changes,
     }
@@ -248,7 +248,7 @@ def test_rounds_go_on_while_a_ratio_is_uncertain(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     #  settled; so many times the budget, a second a round; twice the least number of rounds
     for theirs, budget, expected in (([2.0], 2.0, 3), ([1.0, 3.0], 2.0, 2 * timing.LONGER), ([1.0, 3.0], 0.1, 6)):
-        values, ours = iter(theirs * 40), iter(theirs[::-1] * 40)  # no round is calmer than another
+        values, ours = iter(theirs * 40), iter(theirs[::-1] * 40)
         steps = {"ours": lambda its=ours: {"both": next(its)}, "theirs": lambda its=values: {"both": next(its)}}
         assert len(timing.rounds(steps, budget=budget, least=3, most=40, ours="ours")["ours"]) == expected
 
@@ -260,29 +260,49 @@ def placed(cores):
 
 def kept(*providers):
     """The rounds that count."""
-    return [int(sample["round"]) for sample in timing.counted(dict(enumerate(providers)))[0]]
+    return [int(first["round"]) for first, *_ in timing.counted(*providers)]
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
-    [("nnn", "nnn", [0, 1, 2]), ("nann", "nnna", [0, 2]), ("naan", "nnna", [0, 1, 2])],
+    [("nnn", "nnn", [0, 1, 2]), ("nann", "nnna", [0, 2]), ("naan", "nnna", [0, 1, 2, 3])],
     ids=["near", "two apart", "a single round is no median"],
 )
 def test_rounds_between_cores_apart_do_not_count(ours, theirs, expected):
     assert kept(placed(ours), placed(theirs)) == expected
 
 
-def test_the_calmer_half_of_the_rounds_counts():
-    """By the time of all providers, each with the same weight."""
-    ours, theirs = placed("n" * 8), placed("n" * 8)
-    for disturbed in (0, 3, 5, 6):
-        (ours if disturbed % 2 else theirs)[disturbed]["both"] *= 1.2
-    assert kept(ours, theirs) == [1, 2, 4, 7]
-    assert kept(ours[:4], theirs[:4]) in ([0, 1, 2], [1, 2, 3]), "three at least"
-    for scores in (ours, theirs):
-        for sample in scores:
-            sample["no_grad"] = sample.pop("both")
-    assert kept(ours, theirs) == [1, 2, 4, 7]
+def test_turns_beside_busy_neighbours_do_not_count(monkeypatch):
+    """As the yardstick tells, by what any process of the run has seen, unless there are too few others."""
+    monkeypatch.setattr(timing.YARDSTICK, "shortest", 1.0)
+    ours, theirs = placed("nnnnan"), placed("nnnnnn")
+    ours[0][timing.PACE] = 1.01 * timing.SLOW
+    ours[2][timing.PACE] = 0.99 * timing.SLOW
+    theirs[5][timing.PACE] = 2.0
+    assert kept(ours, theirs) == [1, 2, 3], "a pair of providers counts where both are calm"
+    assert kept(ours) == [1, 2, 3, 5] and kept(theirs) == [0, 1, 2, 3, 4]
+    assert kept(ours[:3], theirs[:3]) == [0, 1, 2], "two are no median"
+    assert timing.uncertainty({"ours": ours, "theirs": theirs}, "ours") == 0.0
+    assert timing.uncertainty({"ours": ours[:3], "theirs": theirs[:3]}, "ours") == math.inf
+    monkeypatch.setattr(timing.YARDSTICK, "shortest", 0.5)
+    assert kept(ours[:4], theirs[:4]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_the_yardstick_tells_the_slower_of_before_and_after(monkeypatch, near):
+    """The fastest of three each time; between cores apart it tells nothing."""
+    seconds = iter([0.3, 0.1, 0.2, 0.5, 0.6, 0.4, 0.2, 0.2, 0.2])
+    monkeypatch.setattr(timing, "_seconds", lambda work: next(seconds))
+    monkeypatch.setattr(timing.CORES, "near", lambda: near)
+    yardstick = timing.Yardstick()
+    assert [yardstick.pace() for _ in range(3)] == ([0.1, 0.4, 0.4] if near else [0.0] * 3)
+    assert yardstick.shortest == (0.1 if near else math.inf)
+    assert yardstick.disturbed(0.4) == near and not yardstick.disturbed(0.0)
+
+
+def test_the_yardstick_is_real_work():
+    yardstick = timing.Yardstick()
+    assert 0 < timing._seconds(yardstick.work) < 10
 
 
 def test_rounds_go_on_until_enough_are_between_near_cores(monkeypatch):
@@ -292,7 +312,7 @@ def test_rounds_go_on_until_enough_are_between_near_cores(monkeypatch):
     steps = {"ours": lambda: {"both": 1.0, "round": 0.0}, "theirs": lambda: next(theirs)}
     samples = timing.rounds(steps, budget=2.0, least=3, most=40, ours="ours")
     assert len(samples["ours"]) == 5
-    assert [sample["round"] for sample in timing.counted(samples)["theirs"]] == [1, 3, 4]
+    assert kept(samples["theirs"], samples["ours"]) == [1, 3, 4]
 
 
 def test_a_second_visit_adds_to_the_rounds_of_the_first():
@@ -385,16 +405,10 @@ def test_every_round_has_its_inputs_elsewhere():
 def test_more_rounds_make_a_median_more_certain():
     ours = [{"both": 1.0}] * 9
     theirs = [{"both": seconds} for seconds in (2.0, 2.15, 2.3) * 3]
-    assert not timing.settled({"ours": ours[:3], "theirs": theirs[:3]}, "ours")
-    assert timing.settled({"ours": ours, "theirs": theirs}, "ours")
-    assert timing.settled({"ours": ours[:3], "copy": theirs[:3]}, "ours"), "a copy is a floor, not a contestant"
-
-
-def test_turns_of_few_steps_need_more_rounds():
-    ours, theirs = [{"both": 1.0}] * 6, [{"both": 1.0}, {"both": 2.0, timing.FEW: 1.0}] * 3
-    assert timing.hasty({"ours": ours[:5], "theirs": theirs[:5]}, least=3)
-    assert not timing.hasty({"ours": ours, "theirs": theirs}, least=3)
-    assert not timing.hasty({"ours": ours[:3], "theirs": ours[:3]}, least=3)
+    few, more = (timing.uncertainty({"ours": ours[:n], "theirs": theirs[:n]}, "ours") for n in (3, 9))
+    assert few == pytest.approx(0.3 / 2.15 / 3**0.5) and more == pytest.approx(0.3 / 2.15 / 9**0.5)
+    assert timing.uncertainty({"ours": ours[:3], "copy": theirs[:3]}, "ours") == 0.0, "a copy is a floor, not a contestant"
+    assert timing.uncertainty({"ours": ours[:2], "theirs": theirs[:2]}, "ours") == math.inf
 
 
 @pytest.mark.parametrize(
@@ -411,8 +425,7 @@ def test_turns_of_few_steps_need_more_rounds():
 )
 def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
     taken, left = turned(monkeypatch, seconds, "n" * len(seconds))
-    few = {timing.FEW: 1.0} if steps < timing.AGREEING else {}
-    assert taken == {"both": min(seconds[:steps]), "no_grad": 1.0, **few}
+    assert taken == {"both": min(seconds[:steps]), "no_grad": 1.0, timing.PACE: 7.0}
     assert len(seconds) - left == steps
 
 
@@ -420,18 +433,20 @@ def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, step
     ("seconds", "cores", "expected"),
     [
         ((0.4, 0.45, 0.5, 0.51, 0.52), "annnn", {"both": 0.5}),
-        ((0.9, 0.5, 1.0, 0.8, 0.9), "aaaaa", {"both": 0.5, timing.APART: 1.0, timing.FEW: 1.0}),
+        ((0.9, 0.5, 1.0, 0.8, 0.9), "aaaaa", {"both": 0.5, timing.APART: 1.0}),
     ],
     ids=["near ones count", "apart for too long"],
 )
 def test_steps_between_cores_apart_do_not_count(monkeypatch, seconds, cores, expected):
     taken, left = turned(monkeypatch, seconds, cores)
-    assert taken == {**expected, "no_grad": 1.0} and left == 0
+    assert taken == {**expected, "no_grad": 1.0, timing.PACE: 7.0} and left == 0
 
 
 def test_long_steps_count_wherever_they_are(monkeypatch):
     taken, left = turned(monkeypatch, (0.5, 0.51, 0.49), "aaa", held=0.3)
-    assert taken == {"both": 0.49, "no_grad": 1.0} and left == 0
+    assert taken == {"both": 0.49, "no_grad": 1.0, timing.PACE: 7.0} and left == 0
+    taken, left = turned(monkeypatch, (4.5, 4.0), "aa", held=0.3)
+    assert taken["both"] == 4.5 and left == 1, "one of seconds is a turn"
 
 
 def turned(monkeypatch, seconds, cores, held=math.inf):
@@ -442,6 +457,7 @@ def turned(monkeypatch, seconds, cores, held=math.inf):
     where = ["n"]
     monkeypatch.setattr(timing.CORES, "near", lambda: where[0] == "n")
     monkeypatch.setattr(timing, "wake_each_other", lambda: None)
+    monkeypatch.setattr(timing.YARDSTICK, "pace", lambda: 7.0)
 
     def step():
         taken, where[0] = next(given)
@@ -464,11 +480,20 @@ def test_noise_is_the_share_that_others_took(monkeypatch):
     before = timing.Load(busy=0, steal=0, total=0, own=0, frequency=2000)
     quiet = timing.Load(busy=100, steal=0, total=200, own=100, frequency=2000)
     near, apart = {"ours": placed("nn")}, {"ours": placed("nn"), "theirs": placed("na")}
-    calm = {"steal": 0, "others": 0, "clock": 1, "apart": 0, "handover": None, "noisy": False}
+    best = {"handover": None, "yardstick": None}
+    calm = {"steal": 0, "others": 0, "clock": 1, "apart": 0, "slow": 0, "pace": 0, **best, "noisy": False}
     monkeypatch.setattr(timing.CORES, "nearest", math.inf)
+    monkeypatch.setattr(timing.YARDSTICK, "shortest", math.inf)
     assert timing.noise(before, quiet, near) == calm
     monkeypatch.setattr(timing.CORES, "nearest", 28.04)
-    assert timing.noise(before, quiet, apart) == {**calm, "apart": 0.25, "handover": 28.0, "noisy": True}
+    monkeypatch.setattr(timing.YARDSTICK, "shortest", 0.0071)
+    assert timing.noise(before, quiet, apart) == {
+        **calm, "apart": 0.25, "slow": 0.25, "handover": 28.0, "yardstick": 7.1, "noisy": True
+    }  # fmt: skip
+    slow = {"ours": [{"both": 1.0, timing.PACE: 0.01}] * 3}
+    assert timing.noise(before, quiet, slow) == {
+        **calm, "slow": 1, "pace": 10, "handover": 28.0, "yardstick": 7.1, "noisy": True
+    }  # fmt: skip
     for change in ({"busy": 150}, {"steal": 20}, {"frequency": 1500}):
         assert timing.noise(before, dataclasses.replace(quiet, **change), near)["noisy"] is True
 
@@ -559,18 +584,29 @@ def test_a_worker_ends_with_the_bench_that_started_it():
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
-    """A few times, with the rounds it has, for the setting that did not settle alone; memory is not measured again."""
-    losses = ("calm", "uncertain")
+    """A few times, with the rounds it has, for the settings that did not settle alone, the least certain first.
+
+    What was measured beside busy neighbours has not settled, also if that is seen only later. Memory is not measured again.
+    """
+    losses = ("uncertain", "disturbed", "calm")
     plan = [run.Configuration(loss, 0, "", ROWS, "float32", False, tuple(run.ALLOCATORS)) for loss in losses]
     asked = []
 
     def times(configuration, allocator, worker, settings, show):
-        assert settings["nearest"] == (30.0 if asked else None), "what a process has seen, the next knows"
+        yardstick = 7.0 if asked else 10.0
+        assert settings["seen"] == (
+            {"handover": 30.0, "yardstick": 10.0 if len(asked) == 1 else 7.0}
+            if asked
+            else {"handover": None, "yardstick": None}
+        ), "what a process has seen, the next knows"
         asked.append((configuration.loss, allocator, settings["earlier"]))
-        settled = configuration.loss == "calm" or allocator == "default"
-        about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked), "settled": settled}
+        bad = allocator != "default"
+        pace = 10.0 if bad and configuration.loss == "disturbed" and len(asked) < 8 else 7.1
+        uncertain = 0.2 if bad and configuration.loss == "uncertain" else 0.01
+        about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked)}
         samples = (settings["earlier"] or {"ours": []})["ours"] + [1.0]
-        ours = {**about, "provider": "ours", "samples": samples, "noise": {"handover": 30.0}}
+        noise = {"handover": 30.0, "yardstick": yardstick, "pace": pace}
+        ours = {**about, "provider": "ours", "samples": samples, "noise": noise, "uncertain": uncertain}
         return [ours, {**about, "provider": "absent"}]
 
     def add_memory(rows, *others):
@@ -583,13 +619,26 @@ def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
     monkeypatch.setattr(run.Worker, "stop", lambda self: stopped.append(len(asked)))
     measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
     at_the_end = 3 * [len(asked)]
-    first, more = 4, run.VISITS - 1 if full else 0
-    assert stopped == (list(range(first + more)) if full else []) + at_the_end, "each has a process of its own"
-    assert [asking[:2] for asking in asked[:4]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
-    assert [len(rows) for rows in measured[:2]] == [4, 4] and not any("samples" in row for rows in measured for row in rows)
-    assert asked[first:] == [("uncertain", "huge pages", {"ours": [1.0] * (1 + i)}) for i in range(more)]
-    again = [(first + 1 + i, 7) for i in range(more) for _ in range(2)]
-    assert [(row["visit"], row["extra_bytes"]) for rows in measured[2:] for row in rows] == again
+    first = 6
+    assert stopped == (list(range(len(asked))) if full else []) + at_the_end, "each has a process of its own"
+    assert [asking[:2] for asking in asked[:first]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
+    assert [len(rows) for rows in measured[:3]] == [4] * 3 and not any("samples" in row for rows in measured for row in rows)
+    again = [("disturbed", 1), ("uncertain", 1), ("disturbed", 2), ("uncertain", 2)] if full else []
+    assert asked[first:] == [(loss, "huge pages", {"ours": [1.0] * visits}) for loss, visits in again]
+    visits = [(first + 1 + i, 7) for i in range(len(again)) for _ in range(2)]
+    assert [(row["visit"], row["extra_bytes"]) for rows in measured[3:] for row in rows] == visits
+
+
+def test_a_full_run_does_not_come_back_for_ever(monkeypatch):
+    plan = [run.Configuration("loss", 0, "", ROWS, "float32", False, ("default",))]
+    noise = {"handover": None, "yardstick": None, "pace": 0.0}
+    row = {"provider": "ours", "allocator": "default", "status": "ok", "samples": [], "noise": noise, "uncertain": None}
+    monkeypatch.setattr(run, "_times", lambda *asked: [dict(row)])
+    monkeypatch.setattr(run, "_add_memory", lambda *asked: None)
+    settings = {"budget": 1.0, "settle": True}
+    assert len(list(run._measured(plan, settings, Console(file=io.StringIO())))) == run.VISITS
+    monkeypatch.setattr(run, "LATER", 0.0)
+    assert len(list(run._measured(plan, settings, Console(file=io.StringIO())))) == 1
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
