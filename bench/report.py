@@ -176,7 +176,7 @@ def table(rows: list[Row], console: Console) -> None:
     console.print(LEGEND, style="dim", highlight=False)
     if disturbed:
         many = f"{disturbed} configurations were" if disturbed > 1 else "1 configuration was"
-        text = f"{many} disturbed (*) by other processes, steal time, the clock or cores that moved: measure again"
+        text = f"{many} disturbed (*) by others, steal time, the clock, cores that moved or busy neighbours: measure again"
         console.print(text, style="yellow", highlight=False)
 
 
