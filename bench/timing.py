@@ -278,7 +278,7 @@ MARKS = (APART, PACE)
 AGREEING = 3  #: steps of a turn
 
 
-def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
+def turn(steps: Iterable[Step], most: int, patience: float) -> Sample:
     """What each of these steps takes when nothing disturbs it; each is repeated up to `most` times.
 
     The first is the one whose ratios matter and has `patience` seconds, the others have a fifth of them.
@@ -288,7 +288,7 @@ def turn(steps: Iterable[Step], most: int, patience: float) -> dict[str, float]:
     return dict(every) | first | {PACE: YARDSTICK.pace()}
 
 
-def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
+def _undisturbed(step: Step, most: int, patience: float) -> Sample:
     """The fastest of a few between near cores, or long ones, as disturbances only add; two at least."""
     near: list[Sample] = []
     apart: list[Sample] = []
@@ -308,7 +308,7 @@ def _undisturbed(step: Step, most: int, patience: float) -> dict[str, float]:
     return fastest if near else fastest | {APART: 1.0}
 
 
-def _agree(taken: list[dict[str, float]]) -> bool:
+def _agree(taken: list[Sample]) -> bool:
     if len(taken) < AGREEING:
         return False
     first, _, third, *_ = sorted(sum(sample.values()) for sample in taken)
@@ -368,7 +368,7 @@ def _disturbed(sample: Sample) -> bool:
     return APART in sample or YARDSTICK.disturbed(sample.get(PACE, 0.0))
 
 
-def _whole(sample: dict[str, float]) -> float:
+def _whole(sample: Sample) -> float:
     """Seconds of a step with its gradient, or of a call where there is none."""
     return sample["both"] if "both" in sample else sample["no_grad"]
 
@@ -450,7 +450,7 @@ def noise(before: Load, after: Load, samples: Samples) -> dict[str, Any]:
     seen at best: the handover between two cores in ns, and the yardstick.
     """
     turns = [taken for its in samples.values() for (taken,) in counted(its)]
-    apart, slow = (sum(APART in taken for taken in turns), sum(map(_disturbed, turns)))
+    apart, slow = sum(APART in taken for taken in turns), sum(map(_disturbed, turns))
     paces = [taken.get(PACE, 0.0) for taken in turns]
     cores = {
         "apart": round(apart / max(1, len(turns)), 4),
