@@ -12,9 +12,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from .report import Record, Row, console, key, title_of
+from .timing import LEAST
 
 SAME = 1.15  #: ratios closer than this are the same on a machine with neighbours
-LEAST_MS = 1.0  #: times below are mostly call overhead
+LEAST_MS = 1e3 * LEAST
 
 
 class Change(NamedTuple):

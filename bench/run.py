@@ -40,13 +40,13 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 0.2, "settle": False},
-    "full": {"budget": 3.0, "least": 4, "steps": 15, "patience": 1.2, "settle": True},
+    "full": {"budget": 3.0, "least": 4, "steps": 15, "patience": 0.8, "settle": True},
 }
 Rows = list[dict[str, Any]]
 Show = Callable[[dict[str, Any]], None]  #: sees what a worker does, as it does it
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
 VISITS = 3  #: to a configuration whose ratios stay uncertain: what disturbs them may last for minutes
-LATER = 900.0  #: seconds after which no second or third visit begins
+LATER = 480.0  #: seconds after which no second or third visit begins
 
 
 @dataclass(frozen=True)

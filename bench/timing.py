@@ -37,7 +37,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -57,7 +57,8 @@ AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed since the first
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this: two runs then differ by 15 % at worst,
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
-LONGEST = 30.0  #: but not beyond so many seconds
+LONGEST = 24.0  #: but not beyond so many seconds
+LEAST = 1e-3  #: seconds: ratios of shorter steps are mostly call overhead, and nobody waits for them to settle
 FAR = 2.5  #: times the shortest handover of a cache line: cores that need longer are apart
 HELD = 0.3  #: seconds of a step for which cores can be kept together
 FRESH = 5e-3  #: seconds for which cores stay where they were seen
@@ -374,12 +375,17 @@ def _whole(sample: Sample) -> float:
 
 
 def uncertainty(samples: Samples, ours: str) -> float:
-    """By how much more rounds would move the medians of ratios of whole steps to ours; infinite where turns were disturbed."""
+    """By how much more rounds would move the medians of ratios of whole steps to ours; infinite where turns were disturbed.
+
+    Steps below `LEAST` have no say.
+    """
     found = [0.0]
     for name, taken in samples.items():
         if name in (ours, "copy"):  # a floor is no contestant
             continue
         pairs = counted(taken, samples[ours])
+        if statistics.median(min(map(_whole, pair)) for pair in pairs) < LEAST:
+            continue
         if len(pairs) < 3 or any(_disturbed(sample) for pair in pairs for sample in pair):
             return math.inf
         low, median, high = statistics.quantiles([_whole(a) / _whole(b) for a, b in pairs], n=4)
@@ -389,15 +395,21 @@ def uncertainty(samples: Samples, ours: str) -> float:
 
 def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
     """Median and quartiles of each mode, in milliseconds."""
-    taken = [sample for (sample,) in counted(samples)]
-    return {mode: spread([1e3 * sample[mode] for sample in taken]) for mode in MODES if mode in taken[0]}
+    return {mode: spread([1e3 * sample[mode] for (sample,) in turns]) for mode, turns in _by_mode(samples)}
 
 
 def ratios(samples: list[Sample], ours: list[Sample]) -> dict[str, dict[str, float]]:
     """How many times longer than ours, round by round: median and quartiles for each mode."""
-    pairs = counted(samples, ours)
-    both = [mode for mode in MODES if all(mode in sample for sample in pairs[0])]
-    return {mode: spread([a[mode] / b[mode] for a, b in pairs]) for mode in both}
+    return {mode: spread([a[mode] / b[mode] for a, b in pairs]) for mode, pairs in _by_mode(samples, ours)}
+
+
+def _by_mode(*providers: list[Sample]) -> Iterator[tuple[str, list[tuple[Sample, ...]]]]:
+    """The rounds that count among those that have a mode, for each: not every round has all of them."""
+    every = list(zip(*providers, strict=True))
+    for mode in MODES:
+        those = [turns for turns in every if all(mode in taken for taken in turns)]
+        if those:
+            yield mode, counted(*map(list, zip(*those, strict=True)))
 
 
 def spread(values: list[float]) -> dict[str, float]:
