@@ -219,14 +219,18 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                     console.print(f"{time.strftime('%X')} {what}", style="dim", highlight=False)
                 return lambda event: progress.update(task, description=f"{what}: {event['doing'] + ' ' + event['name']:<32.32}")
 
-            seen: dict[str, float | None] = {"handover": None, "yardstick": None}  # at best, by any worker
+            seen: dict[str, float | None] = {"handover": None, "yardstick": None}  # by all workers: at best, and usually
+            paces: list[float] = []
 
             def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> Visit:
                 if settings["settle"]:
                     workers[allocator].stop()  # a process of its own: what malloc keeps of others can halve or double a time
                 known = {"earlier": earlier, "seen": seen}
                 rows = _times(configuration, allocator, workers[allocator], {**settings, **known}, show)
-                seen.update(next(({name: row["noise"][name] for name in seen} for row in rows if "noise" in row), {}))
+                noise = next((row["noise"] for row in rows if "noise" in row), None)
+                if noise is not None:
+                    paces.append(noise["pace"])
+                    seen.update(handover=noise["handover"], yardstick=timing.usual(paces))
                 progress.advance(task, costs[configuration] / len(configuration.allocators))
                 samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
                 return Visit(configuration, allocator, rows, samples)
