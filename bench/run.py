@@ -277,7 +277,7 @@ class Visit:
     def uncertainty(self, seen: dict[str, float | None]) -> float:
         """Of its ratios; infinite if, as is seen by now, neighbours slowed the machine down meanwhile."""
         row = next((row for row in self.rows if "uncertain" in row), None)  # it is the same in all of them
-        if row is None:
+        if row is None or row["uncertain"] == 0.0:  # nothing to measure, or steps too short to wait for
             return 0.0
         slow = row["noise"]["pace"] > timing.SLOW * (seen["yardstick"] or math.inf)
         return math.inf if slow or row["uncertain"] is None else row["uncertain"]
