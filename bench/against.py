@@ -25,6 +25,7 @@ class Change(NamedTuple):
     provider: str
     old: float
     new: float
+    settled: bool  #: in both runs; else at least one of them gives no number
     noisy: bool  #: one of the runs was disturbed
     memory: float  #: how many times longer a copy of the logits took; 1 where there is none
 
@@ -46,7 +47,7 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
         noisy = any((r.get("noise") or {}).get("noisy") for r in (row, other))
         ratios = [r["ratio"]["both"]["median"] for r in (other, row)]
         was, now = (times.get(key({**row, "provider": "copy"}), 1.0) for times in copies)
-        found.append(Change(title, row["provider"], *ratios, bool(noisy), now / was))
+        found.append(Change(title, row["provider"], *ratios, row["settled"] and other["settled"], bool(noisy), now / was))
     return found
 
 
@@ -63,19 +64,20 @@ def _is_long(row: Row) -> bool:
 def show(old: Record, new: Record, out: Console) -> None:
     """How many ratios are the same, and those that are not, the farthest first."""
     found = sorted(changes(old.rows, new.rows), key=lambda change: -change.factor)
-    other = [change for change in found if change.factor > SAME]
-    out.print(
-        f"{len(found) - len(other)} of {len(found)} ratios above {LEAST_MS:g} ms are within {SAME - 1:.0%} of those of "
-        f"{old.header['run']} ({old.header['commit']})",
-        highlight=False,
-    )
-    for change in other:
-        noise = ", noisy" if change.noisy else ""
-        if not 1 / SAME < change.memory < SAME:
-            noise += f", a copy of the logits {change.memory:.2f}x as long"
+    for settled, what in ((True, "that settled in both runs"), (False, "that did not settle in one or both")):
+        those = [change for change in found if change.settled == settled]
+        other = [change for change in those if change.factor > SAME]
         out.print(
-            f"  {change.title}: {change.provider} {change.old:.2f}x -> {change.new:.2f}x{noise}", highlight=False, markup=False
+            f"{len(those) - len(other)} of {len(those)} ratios above {LEAST_MS:g} ms {what} are within {SAME - 1:.0%} of those of "
+            f"{old.header['run']} ({old.header['commit']})",
+            highlight=False,
         )
+        for change in other:
+            noise = ", noisy" if change.noisy else ""
+            if not 1 / SAME < change.memory < SAME:
+                noise += f", a copy of the logits {change.memory:.2f}x as long"
+            moved = f"{change.old:.2f}x -> {change.new:.2f}x"
+            out.print(f"  {change.title}: {change.provider} {moved}{noise}", highlight=False, markup=False)
 
 
 def main(arguments: list[str]) -> int:

@@ -157,7 +157,7 @@ COLUMNS = (
 )
 NAME_WIDTH = 36
 LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calm rounds, ± half the quartiles' range
-ours faster: their time / our time, forward + backward, median of the ratios of each round
+ours faster: their time / our time, forward + backward, median of the ratios of each round; the quartiles where it did not settle
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations
 copies: time of forward + backward in copies of the logits into a warm buffer; GB/s: by the bytes a fused loss must move
 extra: peak memory of a step beyond input and gradient (large shapes only)"""
@@ -232,10 +232,16 @@ def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
 
 
 def times_ours(row: Row) -> str:
-    """Their time / ours, forward + backward where there is one; nothing if it was not measured."""
+    """Their time / ours, forward + backward where there is one: a number if it settled, else the quartiles of the rounds.
+
+    Nothing if it was not measured.
+    """
     ratio = row.get("ratio", {})
     value = ratio.get("both") or ratio.get("no_grad")
-    return f"{three_digits(value['median'])}x" if value else ""
+    if not value:
+        return ""
+    low, high = three_digits(value["low"]), three_digits(value["high"])
+    return f"{three_digits(value['median'])}x" if row["settled"] or low == high else f"{low}-{high}x"
 
 
 def three_digits(value: float) -> str:
@@ -406,7 +412,7 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
         axes.plot([low, high], [place, place], color="#333333", linewidth=0.8)
         seen.add(name)
         axes.annotate(
-            f"{three_digits(median)}x", (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7
+            times_ours(row), (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7
         )
     axes.set_xscale("log")
     axes.set_xlim(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -40,13 +41,13 @@ QUICK_COMPILED = {("cross_entropy", "llama-quick"), ("hem", "llama-quick")}
 #: disagree, and whether rounds go on until ratios settle.
 EFFORT = {
     "quick": {"budget": 0.4, "least": 3, "steps": 4, "patience": 0.2, "settle": False},
-    "full": {"budget": 3.0, "least": 4, "steps": 15, "patience": 0.8, "settle": True},
+    "full": {"budget": 2.0, "least": 3, "steps": 15, "patience": 0.6, "settle": True},
 }
 Rows = list[dict[str, Any]]
 Show = Callable[[dict[str, Any]], None]  #: sees what a worker does, as it does it
 PATIENCE = 900.0  #: seconds without a sign of life after which a worker is given up
-VISITS = 3  #: to a configuration whose ratios stay uncertain: what disturbs them may last for minutes
-LATER = 480.0  #: seconds after which no second or third visit begins
+VISITS = 4  #: to a configuration whose ratios stay uncertain, two at least: what disturbs them may last for minutes
+LONGEST = 3000.0  #: seconds of a run after which no second or later visit begins
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,8 @@ def _pairs(losses: list[LossSpec] | None, chosen: list[Shape], quick: bool) -> I
 def _measured(plan: list[Configuration], settings: dict[str, Any], console: Console) -> Iterator[Rows]:
     """Rows of each configuration as it finishes, with a progress bar.
 
-    A full run comes back at its end to what did not settle, up to `VISITS` in all, the least certain first, and adds rounds to
-    those it has: the machine may be calmer then.
+    A full run comes back at its end to everything that takes a while, then to what did not settle, the least certain first, and
+    adds rounds to those it has: the machine may be another then.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -206,6 +207,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
     )
+    start = time.monotonic()
     costs = {configuration: configuration.cost(settings["budget"]) for configuration in plan}
     workers = {name: Worker(environment) for name, environment in {**ALLOCATORS, "memory": timing.EXACT_MALLOC}.items()}
     try:
@@ -222,10 +224,8 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
             seen: dict[str, float | None] = {"handover": None, "yardstick": None}  # by all workers: at best, and usually
             paces: list[float] = []
 
-            def measure(configuration: Configuration, allocator: str, show: Show, earlier: Any = None) -> Visit:
-                if settings["settle"]:
-                    workers[allocator].stop()  # a process of its own: what malloc keeps of others can halve or double a time
-                known = {"earlier": earlier, "seen": seen}
+            def measure(configuration: Configuration, allocator: str, show: Show, before: Visit | None = None) -> Visit:
+                known = {"earlier": before and before.samples, "visit": before.number + 1 if before else 1, "seen": seen}
                 rows = _times(configuration, allocator, workers[allocator], {**settings, **known}, show)
                 noise = next((row["noise"] for row in rows if "noise" in row), None)
                 if noise is not None:
@@ -233,7 +233,7 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                     seen.update(handover=noise["handover"], yardstick=timing.usual(paces))
                 progress.advance(task, costs[configuration] / len(configuration.allocators))
                 samples = {row["provider"]: row.pop("samples") for row in rows if "samples" in row}
-                return Visit(configuration, allocator, rows, samples)
+                return Visit(configuration, allocator, known["visit"], rows, samples)
 
             visits = []
             for i, configuration in enumerate(plan):
@@ -244,43 +244,43 @@ def _measured(plan: list[Configuration], settings: dict[str, Any], console: Cons
                 yield rows
                 visits += those
 
-            late = time.monotonic() + (LATER if settings["settle"] else 0.0)
-            for number in range(2, VISITS + 1):
-                again = sorted((v for v in visits if v.uncertainty(seen) > timing.SETTLED), key=lambda v: -v.uncertainty(seen))
-                progress.update(task, total=progress.tasks[0].completed + sum(v.cost(costs) for v in again))
-                visits = []
-                for i, before in enumerate(again):
-                    if time.monotonic() >= late:
-                        return
-                    show = begin(f"visit {number}, {i + 1}/{len(again)}", before.configuration)
-                    visit = measure(before.configuration, before.allocator, show, before.samples)
-                    memory = {row["provider"]: row["extra_bytes"] for row in before.rows if "extra_bytes" in row}
-                    for row in visit.rows:
-                        if row["provider"] in memory:
-                            row["extra_bytes"] = memory[row["provider"]]
-                    yield visit.rows
-                    visits.append(visit)
+            while settings["settle"] and time.monotonic() < start + LONGEST:
+                due = [visit for visit in visits if visit.number < VISITS and visit.uncertainty(seen) > timing.SETTLED]
+                progress.update(task, total=progress.tasks[0].completed + sum(visit.cost(costs) for visit in due))
+                if not due:
+                    break
+                before = min(due, key=lambda visit: (visit.number, -visit.uncertainty(seen)))
+                show = begin(f"visit {before.number + 1}, {len(due)} due,", before.configuration)
+                visit = measure(before.configuration, before.allocator, show, before)
+                memory = {row["provider"]: row["extra_bytes"] for row in before.rows if "extra_bytes" in row}
+                for row in visit.rows:
+                    if row["provider"] in memory:
+                        row["extra_bytes"] = memory[row["provider"]]
+                yield visit.rows
+                visits[visits.index(before)] = visit
     finally:
         for one in workers.values():
             one.stop()
 
 
-@dataclass
+@dataclass(eq=False)
 class Visit:
     """What a worker found of a configuration with one allocator, and the samples of all rounds so far."""
 
     configuration: Configuration
     allocator: str
+    number: int
     rows: Rows
     samples: dict[str, Any]
 
     def uncertainty(self, seen: dict[str, float | None]) -> float:
-        """Of its ratios; infinite if, as is seen by now, neighbours slowed the machine down meanwhile."""
-        row = next((row for row in self.rows if "uncertain" in row), None)  # it is the same in all of them
-        if row is None or row["uncertain"] == 0.0:  # nothing to measure, or steps too short to wait for
+        """Of its ratios; infinite where there was one visit alone or, as is seen by now, neighbours slowed the machine down."""
+        found = [row["uncertain"] for row in self.rows if row["provider"] != row.get("against", row["provider"])]
+        if not any(value is None or value > 0 for value in found):  # nothing to measure, or steps too short to wait for
             return 0.0
-        slow = row["noise"]["pace"] > timing.SLOW * (seen["yardstick"] or math.inf)
-        return math.inf if slow or row["uncertain"] is None else row["uncertain"]
+        noise = next(row["noise"] for row in self.rows if "noise" in row)
+        slow = noise["pace"] > timing.SLOW * (seen["yardstick"] or math.inf)
+        return math.inf if slow or None in found else max(found)
 
     def cost(self, costs: dict[Configuration, float]) -> float:
         return costs[self.configuration] / len(self.configuration.allocators)
@@ -368,12 +368,16 @@ class Worker:
 
     def stop(self) -> None:
         if self.process is not None:
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()  # its child sees that
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | self.environment
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes that wait for more to compile disturb
         self.process = subprocess.Popen(
             [sys.executable, "-m", *self.command],
             stdin=subprocess.PIPE,

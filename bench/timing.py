@@ -57,7 +57,8 @@ AGREE = 0.05  #: a turn goes on until its three fastest steps differ by less
 SHORTEST = 0.2  #: and so many seconds have passed since the first
 SETTLED = 0.04  #: rounds go on while the median of a ratio is less certain than this: two runs then differ by 15 % at worst,
 LONGER = 3  #: for so many times the budget and twice the least number of rounds,
-LONGEST = 24.0  #: but not beyond so many seconds
+LONGEST = 12.0  #: but not beyond so many seconds
+ALONE = 2.0  #: seconds of a step that is a turn by itself: what it frees may be gone before the next begins
 LEAST = 1e-3  #: seconds: ratios of shorter steps are mostly call overhead, and nobody waits for them to settle
 FAR = 2.5  #: times the shortest handover of a cache line: cores that need longer are apart
 HELD = 0.3  #: seconds of a step for which cores can be kept together
@@ -153,7 +154,7 @@ def moved(tensor: Tensor) -> Tensor:
     """The same numbers elsewhere in memory; on huge pages, if they are many and the system has any."""
     if tensor.device.type != "cpu" or tensor.nbytes < 4 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return tensor.clone()
-    pages = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE)
+    pages = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones may have none
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
@@ -282,7 +283,8 @@ Step = Callable[[], Sample]
 Samples = dict[str, list[Sample]]
 APART = "apart"  #: in a sample of cores that were not near
 PACE = "pace"  #: in every sample: seconds of the yardstick before or after it
-MARKS = (APART, PACE)
+VISIT = "visit"  #: in every sample: its number, from 1
+MARKS = (APART, PACE, VISIT)
 AGREEING = 3  #: steps of a turn
 
 
@@ -297,7 +299,7 @@ def turn(steps: Iterable[Step], most: int, patience: float) -> Sample:
 
 
 def _undisturbed(step: Step, most: int, patience: float) -> Sample:
-    """The fastest of a few between near cores, or long ones, as disturbances only add; two at least."""
+    """The fastest of a few between near cores, or long ones, as disturbances only add; two at least of those below `ALONE`."""
     near: list[Sample] = []
     apart: list[Sample] = []
     start, long = math.inf, False
@@ -310,7 +312,7 @@ def _undisturbed(step: Step, most: int, patience: float) -> Sample:
         start = min(start, now)  # the first may bring back what the host took
         seconds = now - start
         enough = len(near) >= most or seconds >= (SHORTEST if _agree(near) else patience)
-        if enough and len(near) + len(apart) > 1:
+        if (enough and len(near) + len(apart) > 1) or _whole(taken) > ALONE:
             break
     fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}
     return fastest if near else fastest | {APART: 1.0}
@@ -391,13 +393,51 @@ def uncertainty(samples: Samples, ours: str) -> float:
         if name in (ours, "copy"):  # a floor is no contestant
             continue
         pairs = counted(taken, samples[ours])
-        if statistics.median(min(map(_whole, pair)) for pair in pairs) < LEAST:
+        if _short(pairs):
             continue
         if len(pairs) < 3 or any(_disturbed(sample) for pair in pairs for sample in pair):
             return math.inf
-        low, median, high = statistics.quantiles([_whole(a) / _whole(b) for a, b in pairs], n=4)
-        found.append((high - low) / median / math.sqrt(len(pairs)))
+        found.append(_error_of_rounds(_whole_ratios(pairs)))
     return max(found)
+
+
+#: Standard error of a mean by the range of two, three, … values: 1 / (expected range of so many normal ones * root of their number).
+ERROR_BY_RANGE = {2: 0.627, 3: 0.341, 4: 0.243}
+
+
+def certainty(taken: list[Sample], ours: list[Sample], repeated: bool) -> dict[str, Any]:
+    """Of the ratio of whole steps: its standard error by rounds and by visits, the number of visits, and whether it has settled.
+
+    What a machine does between visits moves a ratio more than what it does between rounds. Where visits are `repeated`, a
+    single one tells nothing: None. Steps below `LEAST` settle at once.
+    """
+    pairs = counted(taken, ours)
+    if _short(pairs):
+        return {"uncertain": 0.0, "visits": 1, "settled": True}
+    visits: dict[float, list[tuple[Sample, ...]]] = {}
+    for pair in pairs:
+        visits.setdefault(pair[0].get(VISIT, 1.0), []).append(pair)
+    medians = [statistics.median(_whole_ratios(its)) for its in visits.values()]
+    count = len(medians)
+    if len(pairs) < 3 or (repeated and count < 2):
+        return {"uncertain": None, "visits": count, "settled": False}
+    error = _error_of_rounds(_whole_ratios(pairs))
+    if count > 1:
+        error = max(error, ERROR_BY_RANGE[min(count, 4)] * (max(medians) - min(medians)) / statistics.median(medians))
+    return {"uncertain": round(error, 4), "visits": count, "settled": error <= SETTLED}
+
+
+def _short(pairs: list[tuple[Sample, ...]]) -> bool:
+    return statistics.median(min(map(_whole, pair)) for pair in pairs) < LEAST
+
+
+def _whole_ratios(pairs: list[tuple[Sample, ...]]) -> list[float]:
+    return [_whole(a) / _whole(b) for a, b in pairs]
+
+
+def _error_of_rounds(ratios: list[float]) -> float:
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return (high - low) / median / math.sqrt(len(ratios))
 
 
 def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
