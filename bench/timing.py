@@ -17,12 +17,17 @@ takes 34 ms near and 30 apart, eager 473 and 510, so that 13.8x becomes 17.2x. A
 half a second of work; longer steps cannot be kept near, feel it less (4 to 8 %) and count wherever they are.
 
 malloc keeps what others freed or maps it anew, by what a process did before: compiled Dice with CE at one street scene is 2.7x
-or 6.6x ours by that alone. So a full run has a process for each configuration.
+or 6.6x ours by that alone. So each configuration has a process of its own (`worker`).
 
 What neighbours do lasts for seconds or many minutes, and slows those down most who use memory best: for half an hour
 InfoNCE took 900 ms instead of 640, Dice 46 instead of 33, Dice's eager formula 1130 instead of 960. So after
 every turn the same work is timed as in all processes of a run, and turns beside which it took longer than usual do not
-count, if there are others. Rounds go on while ratios are uncertain; `run` comes back later to those that stay so.
+count, if there are others.
+
+Not everything that moves can be seen. A fresh page of 4 KiB costs 1.6 to 2.4 us here, by what the host does, more where two
+threads ask at once, and eager HEM at llama spends about three quarters of its processor time on them: 2.6 s a step in one
+minute, 3.5 or 5 s in another, ours 40 to 50 ms all the while. No number of rounds in one minute shows that. So `run` comes back
+later, and a ratio is a number only if its visits agree; else it is a range.
 """
 
 from __future__ import annotations

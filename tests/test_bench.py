@@ -130,6 +130,7 @@ def measured(peers=False, exclude=None, **changes):
         "settle": False,
         "patience": 1.0,
         "earlier": None,
+        "visit": 1,
         "seen": {"handover": None, "yardstick": None},
         "exclude": exclude or {},
         **changes,
@@ -316,6 +317,36 @@ def test_nobody_waits_for_ratios_of_short_steps():
     assert timing.uncertainty({"ours": long, "theirs": [{"both": 20 * sample["both"]} for sample in theirs]}, "ours") > 0.1
 
 
+def visited(*visits):
+    """Samples of ours, a second each, and of theirs: three rounds a visit, around such a ratio."""
+    theirs = [{"both": ratio * (1 + d), timing.VISIT: v + 1.0} for v, ratio in enumerate(visits) for d in (-0.005, 0.0, 0.005)]
+    return theirs, [{"both": 1.0, timing.VISIT: sample[timing.VISIT]} for sample in theirs]
+
+
+def test_a_ratio_settles_when_visits_agree():
+    assert timing.certainty(*visited(10.0), repeated=False)["settled"], "a quick run has but one"
+    assert timing.certainty(*visited(10.0), repeated=True) == {"uncertain": None, "visits": 1, "settled": False}
+    close = timing.certainty(*visited(10.0, 10.5), repeated=True)
+    assert close == {"uncertain": pytest.approx(0.627 * 0.5 / 10.25, abs=1e-4), "visits": 2, "settled": True}
+    far = timing.certainty(*visited(10.0, 11.0), repeated=True)
+    assert far == {"uncertain": pytest.approx(0.627 * 1.0 / 10.5, abs=1e-4), "visits": 2, "settled": False}
+    assert timing.certainty(*visited(10.0, 11.0, 10.5), repeated=True)["settled"], "a third visit between them"
+    assert not timing.certainty(*visited(10.0, 11.0, 9.0, 12.0, 8.0), repeated=True)["settled"]
+
+
+def test_the_error_by_the_range_is_that_of_normal_values():
+    generator = torch.Generator().manual_seed(0)
+    for count, factor in timing.ERROR_BY_RANGE.items():
+        values = torch.randn(100_000, count, generator=generator)
+        expected_range = float((values.amax(1) - values.amin(1)).mean())
+        assert factor * expected_range == pytest.approx(count**-0.5, rel=0.01)
+
+
+def test_nobody_waits_for_visits_of_short_steps():
+    short = [{"both": t} for t in (1e-4, 2e-4, 3e-4)]
+    assert timing.certainty(short, short, repeated=True) == {"uncertain": 0.0, "visits": 1, "settled": True}
+
+
 def test_what_is_usual_is_no_lucky_moment():
     assert timing.usual([]) is None and timing.usual([0.0]) is None, "between cores apart it tells nothing"
     assert timing.usual([7.0]) == 7.0
@@ -440,10 +471,10 @@ def test_more_rounds_make_a_median_more_certain():
         ((0.9, 0.5, 0.7, 0.51, 0.5, 0.4), 5),
         ((0.03, 0.03, 0.05, 0.05, 0.03, 0.05, 0.01), 6),
         (tuple(i / 100 for i in range(30, 8, -2)), 10),
-        ((9.0, 2.0, 2.5, 0.8), 3),
-        ((5.0, 6.0, 4.0), 2),
+        ((1.9, 1.0, 1.2, 0.8), 2),
+        ((2.5, 6.0, 4.0), 1),
     ],
-    ids=["three agree", "until three agree", "for a while", "ten at most", "not for long", "two at least"],
+    ids=["three agree", "until three agree", "for a while", "ten at most", "two at least", "a long one is alone"],
 )
 def test_a_turn_is_a_few_steps_and_the_fastest_counts(monkeypatch, seconds, steps):
     taken, left = turned(monkeypatch, seconds, "n" * len(seconds))
@@ -467,8 +498,8 @@ def test_steps_between_cores_apart_do_not_count(monkeypatch, seconds, cores, exp
 def test_long_steps_count_wherever_they_are(monkeypatch):
     taken, left = turned(monkeypatch, (0.5, 0.51, 0.49), "aaa", held=0.3)
     assert taken == {"both": 0.49, "no_grad": 1.0, timing.PACE: 7.0} and left == 0
-    taken, left = turned(monkeypatch, (4.5, 4.0, 3.5), "aaa", held=0.3)
-    assert taken["both"] == 4.0 and left == 1, "the first may pay for others"
+    taken, left = turned(monkeypatch, (1.9, 1.8, 1.7), "aaa", held=0.3)
+    assert taken["both"] == 1.8 and left == 1, "the first may pay for others"
 
 
 def turned(monkeypatch, seconds, cores, held=math.inf):
@@ -591,71 +622,120 @@ def test_a_provider_that_kills_its_process_costs_one_row():
     assert "killed by signal 9: too little memory?" in rows[1]["reason"]
 
 
+IN_A_CHILD = """
+import os, sys, time
+from pylosses.cli import bench_module
+worker = bench_module("worker")
+def work():
+    print("busy", os.getppid(), flush=True)
+    {work}
+worker._in_a_child(work)
+print("next", flush=True)
+"""
+
+
+def worker_that(work):
+    """A process that does this in a child, which has begun; and the number that its child knows it by."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", IN_A_CHILD.format(work=work)], stdin=pipe, stdout=pipe, text=True)
+    busy, parent = process.stdout.readline().split()
+    assert busy == "busy"
+    return process, int(parent)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_worker_ends_with_the_bench_that_started_it():
     """Killed half-way, the bench leaves nobody behind who is still measuring."""
-    code = "import time; from pylosses.cli import bench_module; bench_module('worker')._lines(); print('busy', flush=True);"
-    code += "time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process, parent = worker_that("time.sleep(60)")
     try:
-        assert process.stdout.readline() == "busy\n" and process.poll() is None
+        assert process.poll() is None and parent == process.pid
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.stdout.read() == "", "the child is gone too: nobody holds the pipe"
+        assert process.wait(20) == 1
     finally:
         process.kill()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("work", "code"), [("pass", 0), ("os.kill(os.getpid(), 9)", -9), ("os._exit(3)", 3)])
+def test_a_worker_ends_as_its_child_does(work, code):
+    process, _ = worker_that(work)
+    try:
+        assert process.wait(20) == code
+        assert process.stdout.read() == ("" if code else "next\n")
+    finally:
+        process.kill()
+
+
+def test_a_worker_measures_each_configuration_in_a_process_of_its_own(monkeypatch):
+    """What a measurement imports stays for the next, what it computes does not."""
+    shape = shapes.Shape("rows", (12, 40), "rows")
+    configuration = run.Configuration("focal", 0, "", shape, "float32", False, ("default",))
+    settings = {
+        "device": "cpu", "threads": 2, "backends": None, "peers": False, **run.EFFORT["quick"], "earlier": None, "visit": 1,
+        "seen": {"handover": None, "yardstick": None},
+    }  # fmt: skip
+    one = run.Worker({})
+    try:
+        first = run._times(configuration, "default", one, settings, lambda event: None)
+        process = one.process
+        second = run._times(configuration, "default", one, settings, lambda event: None)
+        assert one.process is process and process.poll() is None
+        broken = one.ask({**settings, **configuration.request, "loss": "none", "exclude": {}, "task": "times"}, lambda event: None)
+        assert broken[0]["status"] == "error" and "KeyError" in broken[0]["reason"]
+    finally:
+        one.stop()
+    for rows in (first, second):
+        assert {row["status"] for row in rows if row["kind"] in ("eager", "copy")} == {"ok"}
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_a_full_run_comes_back_to_what_did_not_settle(monkeypatch, full):
-    """A few times, with the rounds it has, for the settings that did not settle alone, the least certain first.
+    """To everything once, with the rounds it has, then to the settings that did not settle, the least certain first.
 
     What was measured beside busy neighbours has not settled, also if that is seen only later. Memory is not measured again.
     """
-    losses = ("uncertain", "disturbed", "calm")
+    losses = ("uncertain", "disturbed", "calm", "short")
     plan = [run.Configuration(loss, 0, "", ROWS, "float32", False, tuple(run.ALLOCATORS)) for loss in losses]
     asked = []
 
     def times(configuration, allocator, worker, settings, show):
         seen = {"handover": 30.0, "yardstick": 7.1} if asked else {"handover": None, "yardstick": None}
         assert settings["seen"] == seen, "what a process has seen, the next knows"
-        asked.append((configuration.loss, allocator, settings["earlier"]))
-        bad = allocator != "default"
-        pace = 10.0 if bad and configuration.loss == "disturbed" and len(asked) < 8 else 7.1
-        uncertain = 0.2 if bad and configuration.loss == "uncertain" else 0.01
-        about = {"loss": configuration.loss, "allocator": allocator, "visit": len(asked)}
-        samples = (settings["earlier"] or {"ours": []})["ours"] + [1.0]
-        noise = {"handover": 30.0, "pace": pace}
-        ours = {**about, "provider": "ours", "samples": samples, "noise": noise, "uncertain": uncertain}
-        return [ours, {**about, "provider": "absent"}]
+        loss, bad, visit = configuration.loss, allocator != "default", settings["visit"]
+        asked.append((loss, allocator, visit))
+        assert settings["earlier"] == (None if visit == 1 else {"ours": [1.0] * (visit - 1), "theirs": [2.0] * (visit - 1)})
+        pace = 10.0 if bad and loss == "disturbed" and visit < 3 else 7.1
+        uncertain = 0.2 if bad and loss == "uncertain" else 0.01
+        uncertain = 0.0 if loss == "short" else None if visit == 1 else uncertain
+        about = {"loss": loss, "allocator": allocator, "against": "ours", "noise": {"handover": 30.0, "pace": pace}}
+        rows = [{**about, "provider": name, "samples": [t] * visit} for name, t in (("ours", 1.0), ("theirs", 2.0))]
+        return [{**rows[0], "uncertain": 0.0}, {**rows[1], "uncertain": uncertain}, {"loss": loss, "provider": "absent"}]
 
     def add_memory(rows, *others):
         for row in rows:
             row["extra_bytes"] = 7
 
-    stopped = []
     monkeypatch.setattr(run, "_times", times)
     monkeypatch.setattr(run, "_add_memory", add_memory)
-    monkeypatch.setattr(run.Worker, "stop", lambda self: stopped.append(len(asked)))
     measured = list(run._measured(plan, {"budget": 1.0, "settle": full}, Console(file=io.StringIO())))
-    at_the_end = 3 * [len(asked)]
-    first = 6
-    assert stopped == (list(range(len(asked))) if full else []) + at_the_end, "each has a process of its own"
-    assert [asking[:2] for asking in asked[:first]] == [(loss, allocator) for loss in losses for allocator in run.ALLOCATORS]
-    assert [len(rows) for rows in measured[:3]] == [4] * 3 and not any("samples" in row for rows in measured for row in rows)
-    again = [("disturbed", 1), ("uncertain", 1), ("disturbed", 2), ("uncertain", 2)] if full else []
-    assert asked[first:] == [(loss, "huge pages", {"ours": [1.0] * visits}) for loss, visits in again]
-    visits = [(first + 1 + i, 7) for i in range(len(again)) for _ in range(2)]
-    assert [(row["visit"], row["extra_bytes"]) for rows in measured[3:] for row in rows] == visits
+    assert asked[:8] == [(loss, allocator, 1) for loss in losses for allocator in run.ALLOCATORS]
+    assert [len(rows) for rows in measured[:4]] == [6] * 4 and not any("samples" in row for rows in measured for row in rows)
+    second = [(loss, allocator, 2) for loss in losses[:3] for allocator in run.ALLOCATORS]
+    more = [("disturbed", "huge pages", 3), ("uncertain", "huge pages", 3), ("uncertain", "huge pages", 4)]
+    assert sorted(asked[8:14]) == (sorted(second) if full else []) and asked[14:] == (more if full else [])
+    assert all(row["extra_bytes"] == 7 for rows in measured[4:] for row in rows)
 
 
 def test_a_full_run_does_not_come_back_for_ever(monkeypatch):
     plan = [run.Configuration("loss", 0, "", ROWS, "float32", False, ("default",))]
     noise = {"handover": None, "yardstick": None, "pace": 0.0}
-    row = {"provider": "ours", "allocator": "default", "status": "ok", "samples": [], "noise": noise, "uncertain": None}
-    monkeypatch.setattr(run, "_times", lambda *asked: [dict(row)])
+    row = {"provider": "theirs", "against": "ours", "allocator": "default", "status": "ok", "samples": [], "noise": noise}
+    monkeypatch.setattr(run, "_times", lambda *asked: [{**row, "uncertain": None}])
     monkeypatch.setattr(run, "_add_memory", lambda *asked: None)
     settings = {"budget": 1.0, "settle": True}
     assert len(list(run._measured(plan, settings, Console(file=io.StringIO())))) == run.VISITS
-    monkeypatch.setattr(run, "LATER", 0.0)
+    monkeypatch.setattr(run, "LONGEST", 0.0)
     assert len(list(run._measured(plan, settings, Console(file=io.StringIO())))) == 1
 
 
@@ -701,6 +781,13 @@ def test_the_table_shows_failures_and_reasons_instead_of_numbers():
     assert "not installed: pip install absent" in lines["absent"]
 
 
+def test_a_ratio_that_did_not_settle_is_a_range():
+    row = {"ratio": {"both": {"median": 53.94, "low": 49.02, "high": 58.1}}, "settled": True}
+    assert report.times_ours(row) == "53.9x"
+    assert report.times_ours({**row, "settled": False}) == "49.0-58.1x"
+    assert report.times_ours({"status": "missing"}) == ""
+
+
 def test_runs_are_compared_by_their_ratios(tmp_path):
     """Long times alone, and only ratios that moved by more than 15 % are named."""
     old = report.Record.start({"device": "cpu", "threads": 1}, tmp_path / "old.json", None)
@@ -720,13 +807,16 @@ def test_runs_are_compared_by_their_ratios(tmp_path):
 
     moved = next(row for row in new.rows if row["provider"] == rows[0]["provider"])
     moved["ratio"]["both"]["median"] = 11.4
-    assert f"{len(rows)} of {len(rows)} ratios" in said()
+    assert f"{len(rows)} of {len(rows)} ratios above 1 ms that settled in both runs" in said()
+    assert "0 of 0 ratios above 1 ms that did not settle" in said()
     moved["ratio"]["both"]["median"] = 11.6
     assert f"{len(rows) - 1} of {len(rows)} ratios" in said() and f"{moved['provider']} 10.00x -> 11.60x" in said()
     next(row for row in new.rows if row["kind"] == "copy")["ms"]["both"]["median"] *= 2
     assert ", a copy of the logits 2.00x as long" in said()
     moved["ms"]["both"]["median"] = 2.0  # ours takes 0.2 ms
     assert f"{len(rows) - 1} of {len(rows) - 1} ratios" in said()
+    moved["ms"]["both"]["median"], moved["settled"] = 100.0, False
+    assert "0 of 1 ratios above 1 ms that did not settle" in said()
     old.add([])  # written as they are now
     assert against.main([str(tmp_path / "old.json"), str(tmp_path / "old.json")]) == 0
     assert against.main([]) == 2
