@@ -67,11 +67,8 @@ def show(old: Record, new: Record, out: Console) -> None:
     for settled, what in ((True, "that settled in both runs"), (False, "that did not settle in one or both")):
         those = [change for change in found if change.settled == settled]
         other = [change for change in those if change.factor > SAME]
-        out.print(
-            f"{len(those) - len(other)} of {len(those)} ratios above {LEAST_MS:g} ms {what} are within {SAME - 1:.0%} of those of "
-            f"{old.header['run']} ({old.header['commit']})",
-            highlight=False,
-        )
+        same = f"{len(those) - len(other)} of {len(those)} ratios above {LEAST_MS:g} ms {what} are within {SAME - 1:.0%}"
+        out.print(f"{same} of those of {old.header['run']} ({old.header['commit']})", highlight=False)
         for change in other:
             noise = ", noisy" if change.noisy else ""
             if not 1 / SAME < change.memory < SAME:

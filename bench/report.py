@@ -157,7 +157,7 @@ COLUMNS = (
 )
 NAME_WIDTH = 36
 LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calm rounds, ± half the quartiles' range
-ours faster: their time / our time, forward + backward, median of the ratios of each round; the quartiles where it did not settle
+ours faster: their time / our time, forward + backward, median of the ratios of each round, or quartiles if it did not settle
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations
 copies: time of forward + backward in copies of the logits into a warm buffer; GB/s: by the bytes a fused loss must move
 extra: peak memory of a step beyond input and gradient (large shapes only)"""
@@ -411,9 +411,7 @@ def _speed_ups(record: Record, rows: list[Row]) -> Any:
         )
         axes.plot([low, high], [place, place], color="#333333", linewidth=0.8)
         seen.add(name)
-        axes.annotate(
-            times_ours(row), (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7
-        )
+        axes.annotate(times_ours(row), (max(high, 1), place), (4, 0), textcoords="offset points", va="center", fontsize=7)
     axes.set_xscale("log")
     axes.set_xlim(
         0.8 * min(1.0, *(row["ratio"]["both"]["low"] for row in rows)), 1.6 * max(row["ratio"]["both"]["high"] for row in rows)

@@ -1,10 +1,10 @@
 """A process that forks a child for each configuration it is asked for: JSON in on stdin, JSON out on stdout.
 
 torch and malloc read their settings when they start, so each setting has a worker of its own: two for times, one for peak
-memory. What a configuration needs is imported before the fork, once for all: a process that starts anew takes 4 to 8 s for that.
-What malloc keeps of a configuration ends with its child: compiled Dice with CE at one street scene was 2.7x or 6.6x ours by what
-the process had done before. A provider that takes the child down with it (a crash, too little memory) costs one row: the worker
-ends the same way, the parent sees which provider it was and starts another worker.
+memory. What a configuration needs is imported before the fork, once for all: a process that starts anew takes 4 to 8 s for it.
+What malloc keeps of a configuration ends with its child: compiled Dice with CE at one street scene was 2.7x or 6.6x ours by
+what the process had done before. A provider that takes the child down with it (a crash, too little memory) costs one row: the
+worker ends the same way, the parent sees which provider it was and starts another worker.
 """
 
 from __future__ import annotations
