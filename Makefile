@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bars gpu-check gpu-report cuda-full test check sanitize lint format setup clean
+.PHONY: bench bench-full bench-twice bars gpu-check gpu-report cuda-full test check sanitize lint format setup clean
 BIN := .venv/bin
 
 bench: setup
@@ -7,6 +7,12 @@ bench: setup
 
 bench-full: setup
 	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full
+
+# How far two full runs agree: ends with the ratios that do not.
+bench-twice: setup
+	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/first.json
+	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full \
+		--against bench/results/first.json
 
 bars: setup
 	$(BIN)/python -m pylosses.bench.bars
