@@ -52,6 +52,8 @@ tools=$(cksum <pyproject.toml)
 sources=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)
 old_tools=$(cat .venv/.tools 2>/dev/null || true)
 old_sources=$(cat .venv/.built 2>/dev/null || true)
+# `pip install '.[peers]'` puts a copy in the place of the build.
+[ -f "$(echo .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth)" ] || old_sources=
 if [ "$old_tools" != "$tools" ]; then requirements | pip -r /dev/stdin; fi
 if [ "$old_sources" != "$sources" ]; then
     say "building pylosses"
