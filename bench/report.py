@@ -157,7 +157,7 @@ COLUMNS = (
 )
 NAME_WIDTH = 36
 LEGEND = """fwd, bwd, fwd+bwd, no grad: ms of a turn's fastest step, median of the calm rounds, ± half the quartiles' range
-ours faster: their time / our time, forward + backward, median of the ratios of each round, or quartiles if it did not settle
+ours faster: their time / our time, forward + backward, median of the ratios of each round, or a range if it did not settle
 huge pages: forward + backward with THP_MEM_ALLOC_ENABLE=1, which helps torch's own allocations
 copies: time of forward + backward in copies of the logits into a warm buffer; GB/s: by the bytes a fused loss must move
 extra: peak memory of a step beyond input and gradient (large shapes only)"""
@@ -232,15 +232,16 @@ def _ms(value: dict[str, float] | None, spread: bool = False) -> str:
 
 
 def times_ours(row: Row) -> str:
-    """Their time / ours, forward + backward where there is one: a number if it settled, else the quartiles of the rounds.
+    """Their time / ours, forward + backward where there is one: a number if it settled, else a range.
 
-    Nothing if it was not measured.
+    The range has the quartiles of the rounds and the medians of all visits in it. Nothing if it was not measured.
     """
     ratio = row.get("ratio", {})
     value = ratio.get("both") or ratio.get("no_grad")
     if not value:
         return ""
-    low, high = three_digits(value["low"]), three_digits(value["high"])
+    by_visit = row.get("by_visit", [])
+    low, high = three_digits(min([value["low"], *by_visit])), three_digits(max([value["high"], *by_visit]))
     return f"{three_digits(value['median'])}x" if row["settled"] or low == high else f"{low}-{high}x"
 
 

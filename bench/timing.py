@@ -414,25 +414,25 @@ ERROR_BY_RANGE = {2: 0.627, 3: 0.341, 4: 0.243}
 
 
 def certainty(taken: list[Sample], ours: list[Sample], repeated: bool) -> dict[str, Any]:
-    """Of the ratio of whole steps: standard error by rounds and by visits, the number of visits, and whether it has settled.
+    """Of the ratio of whole steps: standard error by rounds and by visits, its median by visit, and whether it has settled.
 
     What a machine does between visits moves a ratio more than what it does between rounds. Where visits are `repeated`, a
     single one tells nothing: None. Steps below `LEAST` settle at once.
     """
     pairs = counted(taken, ours)
     if _short(pairs):
-        return {"uncertain": 0.0, "visits": 1, "settled": True}
+        return {"uncertain": 0.0, "by_visit": [], "settled": True}
     visits: dict[float, list[tuple[Sample, ...]]] = {}
     for pair in pairs:
         visits.setdefault(pair[0].get(VISIT, 1.0), []).append(pair)
     medians = [statistics.median(_whole_ratios(its)) for its in visits.values()]
-    count = len(medians)
+    by_visit, count = [round(median, 4) for median in medians], len(medians)
     if len(pairs) < 3 or (repeated and count < 2):
-        return {"uncertain": None, "visits": count, "settled": False}
+        return {"uncertain": None, "by_visit": by_visit, "settled": False}
     error = _error_of_rounds(_whole_ratios(pairs))
     if count > 1:
         error = max(error, ERROR_BY_RANGE[min(count, 4)] * (max(medians) - min(medians)) / statistics.median(medians))
-    return {"uncertain": round(error, 4), "visits": count, "settled": error <= SETTLED}
+    return {"uncertain": round(error, 4), "by_visit": by_visit, "settled": error <= SETTLED}
 
 
 def _short(pairs: list[tuple[Sample, ...]]) -> bool:

@@ -325,11 +325,11 @@ def visited(*visits):
 
 def test_a_ratio_settles_when_visits_agree():
     assert timing.certainty(*visited(10.0), repeated=False)["settled"], "a quick run has but one"
-    assert timing.certainty(*visited(10.0), repeated=True) == {"uncertain": None, "visits": 1, "settled": False}
+    assert timing.certainty(*visited(10.0), repeated=True) == {"uncertain": None, "by_visit": [10.0], "settled": False}
     close = timing.certainty(*visited(10.0, 10.5), repeated=True)
-    assert close == {"uncertain": pytest.approx(0.627 * 0.5 / 10.25, abs=1e-4), "visits": 2, "settled": True}
+    assert close == {"uncertain": pytest.approx(0.627 * 0.5 / 10.25, abs=1e-4), "by_visit": [10.0, 10.5], "settled": True}
     far = timing.certainty(*visited(10.0, 11.0), repeated=True)
-    assert far == {"uncertain": pytest.approx(0.627 * 1.0 / 10.5, abs=1e-4), "visits": 2, "settled": False}
+    assert far == {"uncertain": pytest.approx(0.627 * 1.0 / 10.5, abs=1e-4), "by_visit": [10.0, 11.0], "settled": False}
     assert timing.certainty(*visited(10.0, 11.0, 10.5), repeated=True)["settled"], "a third visit between them"
     assert not timing.certainty(*visited(10.0, 11.0, 9.0, 12.0, 8.0), repeated=True)["settled"]
 
@@ -344,7 +344,7 @@ def test_the_error_by_the_range_is_that_of_normal_values():
 
 def test_nobody_waits_for_visits_of_short_steps():
     short = [{"both": t} for t in (1e-4, 2e-4, 3e-4)]
-    assert timing.certainty(short, short, repeated=True) == {"uncertain": 0.0, "visits": 1, "settled": True}
+    assert timing.certainty(short, short, repeated=True) == {"uncertain": 0.0, "by_visit": [], "settled": True}
 
 
 def test_what_is_usual_is_no_lucky_moment():
@@ -786,6 +786,7 @@ def test_a_ratio_that_did_not_settle_is_a_range():
     row = {"ratio": {"both": {"median": 53.94, "low": 49.02, "high": 58.1}}, "settled": True}
     assert report.times_ours(row) == "53.9x"
     assert report.times_ours({**row, "settled": False}) == "49.0-58.1x"
+    assert report.times_ours({**row, "settled": False, "by_visit": [53.0, 71.3]}) == "49.0-71.3x", "visits that disagree"
     assert report.times_ours({"status": "missing"}) == ""
 
 
