@@ -322,6 +322,8 @@ def _undisturbed(step: Step, most: int, patience: float) -> Sample:
         enough = len(near) >= most or seconds >= (SHORTEST if _agree(near) else patience)
         if enough and len(near) + len(apart) > 1:
             break
+    if apart:  # which are short, so that a long one among them, a compiler's first or one that waited for memory, was disturbed
+        near = [sample for sample in near if _whole(sample) <= HELD]
     fastest = {mode: min(sample[mode] for sample in near or apart) for mode in taken}
     return fastest if near else fastest | {APART: 1.0}
 

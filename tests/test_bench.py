@@ -500,6 +500,8 @@ def test_long_steps_count_wherever_they_are(monkeypatch):
     assert taken == {"both": 0.49, "no_grad": 1.0, timing.PACE: 7.0} and left == 0
     taken, left = turned(monkeypatch, (4.5, 4.0, 3.5), "aaa", held=0.3)
     assert taken["both"] == 4.0 and left == 1, "the first may pay for others"
+    taken, _ = turned(monkeypatch, (0.79, 0.21) + (0.2,) * 20, "a" * 22, held=0.3)
+    assert (taken["both"], taken[timing.APART]) == (0.2, 1.0), "a long one among short ones was disturbed"
 
 
 def turned(monkeypatch, seconds, cores, held=math.inf):
