@@ -1,6 +1,13 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bench-twice bars gpu-check gpu-report cuda-full test check sanitize lint format setup clean
+.PHONY: bench bench-full bench-twice bars proofs gpu-report cuda-full test check sanitize lint format setup clean
 BIN := .venv/bin
+TEST := $(BIN)/pytest -q -n 2
+GRID := tests/test_backends_agree.py tests/test_golden.py
+# Those that this machine runs beside the widest, which is the one that tests run on.
+OTHER_ISAS = $$($(BIN)/python -c "from pylosses import cpu; print(*set(cpu._cpu.isas() if cpu._cpu else ()) - {cpu.isa()})")
+# What differs between instruction sets: widths, tails, conversions, maths.
+DIFFERS := cpu and ((test_golden and (float32 or float64)) or test_layouts or \
+	(test_rows and not float64 and (plain or peaked or masked or special or one_class or three_classes or wide)))
 
 bench: setup
 	$(BIN)/pylosses bench --quick --json bench/results/quick.json --plot bench/results
@@ -17,12 +24,14 @@ bench-twice: setup
 bars: setup
 	$(BIN)/python -m pylosses.bench.bars
 
-# Everything that can be checked of the GPU backends without a GPU. Halves take turns under Triton's interpreter (test_triton.py).
-gpu-check: setup
-	PYLOSSES_GPU_TESTS=all $(BIN)/pytest -n 2 tests/test_triton.py tests/test_triton_ptx.py tests/test_cuda.py tests/test_cuda_ptx.py
-	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(BIN)/pytest -n 2 -p faster -k "triton and not float16" \
-		tests/test_backends_agree.py tests/test_golden.py
-	PYLOSSES_CUDA_ON_CPU=1 $(BIN)/pytest -n 2 -k cuda tests/test_backends_agree.py tests/test_golden.py tests/test_edges.py
+# The long proofs, tens of minutes: every case of the GPU tests that take turns in `make test`, the agreement grid on every
+# backend and instruction set, the sanitizers. None of them needs a GPU.
+proofs: setup sanitize
+	PYLOSSES_GPU_TESTS=all $(TEST) tests/test_triton_ptx.py tests/test_cuda.py tests/test_cuda_ptx.py
+	PYLOSSES_GPU_TESTS=all TRITON_INTERPRET=1 $(TEST) tests/interpreted
+	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(TEST) -p faster -k "triton and not float16" $(GRID)
+	PYLOSSES_CUDA_ON_CPU=1 $(TEST) -k cuda $(GRID) tests/test_edges.py
+	for isa in $(OTHER_ISAS); do PYLOSSES_ISA=$$isa $(TEST) -k cpu $(GRID) || exit 1; done
 
 gpu-report: setup
 	$(BIN)/python tools/gpu_report.py
@@ -36,8 +45,11 @@ cuda-full: setup
 	! grep -E '[1-9][0-9]* bytes spill' build/cuda_full.log
 	@echo "-- no kernel spills; registers of each: build/cuda_full.log"
 
+# Triton's interpreter and the choice of an instruction set are switches of a process, so each has a run of its own.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(TEST) --dist loadfile --no-loadscope-reorder tests
+	TRITON_INTERPRET=1 $(TEST) tests/interpreted
+	for isa in $(OTHER_ISAS); do PYLOSSES_ISA=$$isa $(TEST) -k "$(DIFFERS)" $(GRID) || exit 1; done
 
 check: setup
 	$(BIN)/pylosses check

@@ -17,7 +17,7 @@ from pylosses import cuda
 from pylosses.spec import LOSSES
 
 pytestmark = pytest.mark.skipif(nvcc.NVCC is None, reason="no nvcc on this machine")
-#: `make gpu-check` executes every loss, argument sample and form for both architectures; otherwise a part.
+#: `make proofs` executes every loss, argument sample and form for both architectures; otherwise a part.
 EVERYTHING = os.environ.get("PYLOSSES_GPU_TESTS") == "all"
 ARCHS = ("sm_80", "sm_90")
 #: (7, 37) and pixels are walked by lanes, the others by blocks, the last by several for each row

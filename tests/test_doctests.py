@@ -40,8 +40,3 @@ def test_example(example: doctest.DocTest):
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     runner.run(example, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
-
-
-def test_there_are_examples():
-    """Collection that silently finds nothing would pass."""
-    assert len(examples()) >= 25

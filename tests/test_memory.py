@@ -16,7 +16,7 @@ from memory_meter import made
 import pylosses
 from pylosses.spec import LOSSES
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parent / "helpers"
 SCORES = [s for s in LOSSES.values() if s.family == "score"]
 CPU = [p for p in grid(LABELLED + UNLABELLED, reference=False) if p.values[2] == "cpu"]
 LAYOUTS = {
@@ -35,9 +35,9 @@ class Meter:
 
     def __init__(self, counter: Path):
         # Without the pool: memory that it keeps from the call before would not be counted.
-        environment = os.environ | {"LD_PRELOAD": str(counter), "PYTHONMALLOC": "malloc", "PYTHONPATH": str(HERE)}
+        environment = os.environ | {"LD_PRELOAD": str(counter), "PYTHONMALLOC": "malloc", "PYTHONPATH": str(HELPERS)}
         environment["PYLOSSES_POOL"] = "0"
-        command = [sys.executable, str(HERE / "memory_meter.py"), str(counter)]
+        command = [sys.executable, str(HELPERS / "memory_meter.py"), str(counter)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
@@ -62,7 +62,7 @@ def meter(tmp_path_factory):
     if sys.platform != "linux" or compiler is None:
         pytest.skip("counting memory needs glibc and a C compiler")
     counter = tmp_path_factory.mktemp("meter") / "malloc_counter.so"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", counter, HERE / "malloc_counter.c"], check=True)
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", counter, HELPERS / "malloc_counter.c"], check=True)
     meter = Meter(counter)
     yield meter
     meter.process.stdin.close()

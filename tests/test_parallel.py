@@ -18,7 +18,7 @@ import pylosses
 from pylosses import parallel
 from pylosses.spec import LOSSES
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parent / "helpers"
 WORLDS = (2, 4)
 LIMIT = 240  # seconds for all cases of a world, on a machine with other work
 
@@ -31,8 +31,8 @@ def found(tmp_path_factory):
     started = None
     try:
         out.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "parallel_worker.py"), str(out), *map(str, WORLDS)]
+        environment = os.environ | {"PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(HELPERS / "parallel_worker.py"), str(out), *map(str, WORLDS)]
         log = (out / "log").open("w")
         started = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     except FileExistsError:

@@ -23,8 +23,3 @@ def test_examples_run(tmp_path):
         done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "True" in done.stdout
-
-
-def test_commands_of_the_readme_are_those_of_ci():
-    assert "make test" in (ROOT / "README.md").read_text()
-    assert "make test" in (ROOT / ".ci" / "run").read_text()

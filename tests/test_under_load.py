@@ -18,7 +18,7 @@ from tolerance import agree
 import pylosses
 
 pytestmark = pytest.mark.skipif(not pylosses.backends()["cpu"].available, reason=pylosses.backends()["cpu"].reason)
-LOAD = Path(__file__).parent / "load.py"
+LOAD = Path(__file__).parent / "helpers" / "load.py"
 PROBLEMS = list(load.problems()) if pylosses.backends()["cpu"].available else []
 
 

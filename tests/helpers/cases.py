@@ -32,7 +32,7 @@ def name_of(value: Any) -> str | None:
 
 def backends_of(spec: LossSpec, *, reference: bool = True) -> list[Any]:
     """The backends that have this loss. C++ kernels that are not here are skipped with the reason; those of GPUs are left out:
-    tests/test_triton.py has a process of its own for them, tests/test_cuda.py an emulator."""
+    tests/interpreted has a process of its own for Triton, tests/test_cuda.py an emulator."""
     found = []
     for backend in BACKENDS:
         if backend == "reference" and not reference or spec.why_not(backend) is not None:

@@ -1,21 +1,15 @@
-"""The matrix of tests/test_backends_agree.py and test_golden.py through Triton's interpreter; run by tests/test_triton.py.
+"""The matrix of tests/test_backends_agree.py and test_golden.py through Triton's interpreter.
 
 The dtype turns with the case, so that every loss with all its arguments meets every kind of row, in a minute or two. `make
-gpu-check` runs the same tests, and many more, in all dtypes.
+proofs` runs the same tests, and many more, in all dtypes.
 """
 
 import os
-import sys
 import zlib
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import faster  # noqa: F401
+import pytest
+import torch
 from cases import (
     DTYPES,
     INF,
@@ -40,7 +34,7 @@ from pylosses import triton
 from pylosses.autograd import Call
 from pylosses.spec import LOSSES
 
-#: `make gpu-check`; otherwise what all losses of a family share is tested with one of them
+#: `make proofs`; otherwise what all losses of a family share is tested with one of them
 EVERYTHING = os.environ.get("PYLOSSES_GPU_TESTS") == "all"
 ONE_OF_EACH = ("cross_entropy", "logit_norm", "hem", "entropy", "tta", "adr", "dice_ce")
 LOSSES_HERE = [spec for spec in LABELLED + UNLABELLED if spec.why_not("triton") is None]

@@ -1,24 +1,18 @@
-"""Do the reference, the C++ kernels, Triton's and CUDA's agree on the same inputs, under the same rule? Run by test_cuda.py.
+"""Do the reference, the C++ kernels, Triton's and CUDA's agree on the same inputs, under the same rule?
 
-Triton is interpreted, CUDA emulated; Triton reads its switch when it is imported, so this is a process of its own.
+Triton is interpreted, CUDA emulated.
 """
 
 import os
-import sys
 import zlib
-from pathlib import Path
 
+import emulator
+import faster  # noqa: F401
 import pytest
+from cases import DTYPES, LABELLED, UNLABELLED, case, finest, run, upstream_for
+from test_backends_agree import same_results
 
-HERE = Path(__file__).parent
-sys.path[:0] = map(str, (HERE, HERE.parent, HERE.parent / "cuda_on_cpu"))
-
-import emulator  # noqa: E402
-import faster  # noqa: E402, F401
-from cases import DTYPES, LABELLED, UNLABELLED, case, finest, run, upstream_for  # noqa: E402
-from test_backends_agree import same_results  # noqa: E402
-
-import pylosses  # noqa: E402
+import pylosses
 
 EVERYTHING = os.environ.get("PYLOSSES_GPU_TESTS") == "all"
 BACKENDS = ("reference", "cpu", "triton", "cuda")

@@ -1,16 +1,10 @@
-"""Losses of a linear layer's output through Triton's interpreter; run by tests/test_triton.py."""
+"""Losses of a linear layer's output through Triton's interpreter."""
 
-import sys
 import zlib
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import faster  # noqa: F401
+import pytest
+import torch
 from cases import DTYPES, IGNORE, arguments_of
 from pylosses.kernels import linear
 from resident import allocations
