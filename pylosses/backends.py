@@ -1,7 +1,8 @@
 """Which backend runs a call, and why the others do not.
 
 Asked for one (argument, `use_backend`, or PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason;
-asked for none, the first backend with no reason against it runs, and `reference` never has one.
+asked for none, the first backend with no reason against it runs, and `reference` never has one. The output of a linear layer,
+which nobody has made yet, goes to a backend that never makes all of it, if one runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from . import cpu, cuda, triton
 from .check import Problem
+from .linear_fused import Product
 from .spec import BACKENDS, LossSpec
 
 
@@ -102,7 +104,10 @@ def choose(spec: LossSpec, problem: Problem, backend: str | None, obstacle: str 
         if reason is not None:
             raise BackendError(f"backend {asked!r} cannot run {spec.function}: {reason}")
         return asked
-    for name in _PREFERRED.get(problem.x.device.type, ()):
+    x, names = problem.x, _PREFERRED.get(problem.x.device.type, ())
+    if isinstance(x, Product):  # first those that never make all logits
+        names = tuple(sorted(names, key=lambda name: not x.stays_unmade(name, problem.soft is not None)))
+    for name in names:
         if why_not(name, spec, problem, obstacle) is None:
             return name
     return "reference"

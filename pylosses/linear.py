@@ -157,8 +157,8 @@ def linear_cross_entropy(
       loss. Their dtypes may differ; each gradient has the dtype of its tensor.
     - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
       With ``reduction="none"``, and for a second backward, the logits are made again.
-    - the features of ignored rows are never read, but by the reference. torch.compile, torch.func, the CUDA backend, and Triton
-      with class probabilities as targets, store the logits.
+    - the features of ignored rows are never read, but by the reference. torch.compile, torch.func, and Triton with class
+      probabilities as targets, store the logits; so does the CUDA backend, which None passes over where Triton does not.
     - Triton makes the logits in forward and twice in backward; float32 products are exact unless
       `torch.set_float32_matmul_precision` allows less.
     - with `shift` the first label counts nowhere and the last position is ignored: ``reduction="none"`` gives 0 there, and has

@@ -1,9 +1,11 @@
 """The linear losses: are they the row loss of h W^T + b, with all gradients, though the logits are never stored?"""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
+import emulator
 import pytest
 import torch
 from cases import DTYPES, IGNORE, LABELLED, NAN, arguments_of, name_of
@@ -14,6 +16,7 @@ from torch import Tensor
 import pylosses
 from pylosses import cpu, linear_fused
 from pylosses.autograd import Call
+from pylosses.backends import _PREFERRED
 from pylosses.linear_fused import WORKSPACE
 
 if cpu.absent is not None:
@@ -485,6 +488,24 @@ def test_no_allocation_is_logits_sized(function, reduction):
     assert max(sizes) <= workspace < logits / 8, f"{max(sizes)} bytes at once"
     sizes, _ = allocations(lambda: step(function, "reference", reduction, h, w, y))
     assert max(sizes) >= logits
+
+
+@pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_preferred_backend_that_would_make_all_logits_is_passed_over(spec, monkeypatch):
+    """As on a CUDA device, where "cuda" comes first and takes logits alone; "cpu" stands for Triton. See also interpreted/test_linear_layer.py."""
+    monkeypatch.setitem(_PREFERRED, "cpu", ("cuda", "cpu"))
+    h, w, y = big(256, 4000)
+    arguments, workspace = arguments_of(spec, 0, 4000, torch.float32), MEBIBYTE // 4
+    more = {"loss": spec.name, "workspace": workspace, **arguments}
+    with emulator.switched() as cuda:
+        getattr(pylosses, spec.function)(torch.zeros(2, 4000), y[:2], **arguments)
+        assert cuda.launches(), "logits that are there go to the first"
+        cuda.reset()
+        for reduction in ("mean", "none"):
+            sizes, _ = allocations(lambda r=reduction: step("linear_loss", None, r, h, w, y, **more))
+            assert max(sizes) <= workspace < 256 * 4000 * 4 / 8, f"{max(sizes)} bytes at once"
+        assert not cuda.launches()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Losses of a linear layer's output through Triton's interpreter."""
 
+import shutil
 import zlib
 
+import emulator
 import faster  # noqa: F401
 import pytest
 import torch
@@ -12,6 +14,8 @@ from test_linear import REDUCTIONS, SAMPLES, gradients, inputs, leaves, plain
 from tolerance import agree, close
 
 import pylosses
+from pylosses import linear_fused
+from pylosses.backends import _PREFERRED
 from pylosses.spec import LOSSES
 
 NAMES = ("input", "linear_weight", "linear_bias")
@@ -129,6 +133,27 @@ def test_the_logits_are_never_stored(monkeypatch):
     given = leaves(*tensors)
     sizes, _ = allocations(lambda: fused(LOSSES["cross_entropy"], *given, y).backward())
     assert 4 * 600 * tensors[0].shape[1] <= max(sizes) < 4 * 130 * 600 / 8
+
+
+@pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("name", ["cross_entropy", "hem"])
+def test_the_default_of_a_cuda_device_never_makes_all_logits(name, monkeypatch):
+    """With both backends there, one emulated and one interpreted. With probabilities as targets both would: the first runs."""
+    monkeypatch.setitem(_PREFERRED, "cpu", _PREFERRED["cuda"])
+    made, original = [], linear_fused.Product.made
+    monkeypatch.setattr(linear_fused.Product, "made", lambda self: made.append(1) or original(self))
+    h, w, b, y = inputs(40, torch.float64, 9)
+    with emulator.switched() as cuda:
+        for reduction in REDUCTIONS:
+            given = leaves(h, w, b)
+            loss = pylosses.linear_loss(*given[:2], y, loss=name, linear_bias=given[2], reduction=reduction)
+            wanted = plain(LOSSES[name], *given, y, reduction=reduction)
+            for got, truth in zip((loss, *gradients(loss, given)), (wanted, *gradients(wanted, given)), strict=True):
+                close(reduction, got, truth, rtol=1e-11)
+        assert not made and not cuda.launches()
+        if name == "cross_entropy":
+            pylosses.linear_cross_entropy(h, w, torch.rand(9, 40).double())
+            assert made and cuda.launches()
 
 
 def test_bad_labels_and_bad_features_stay_in_their_rows():
