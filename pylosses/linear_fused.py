@@ -230,9 +230,9 @@ class Gradients:
             else:
                 self.w.addmm_(g.t(), h)
         if self.h is not None:
-            part = self.h[rows] if isinstance(rows, slice) else g.new_empty(len(g), self.h.shape[1])
-            for i, (classes, head) in enumerate(_parts(w, self.dtype)):
-                torch.addmm(part, g[:, classes], head, beta=min(i, 1), out=part)
+            part = self.h[rows] if isinstance(rows, slice) else g.new_zeros(len(g), self.h.shape[1])
+            for classes, head in _parts(w, self.dtype):  # none at all of a converted head without classes
+                part.addmm_(g[:, classes], head)
             if not isinstance(rows, slice):
                 self.h[rows] = part
         self.fresh = False

@@ -227,7 +227,7 @@ def _top(block: Block, u: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of all ranks (r, count) with their classes: each rank sends its own candidates."""
     u = torch.where(u.isnan(), torch.inf, u)  # such a row has no loss anyway, but it must have an order
     candidates = u.new_full((len(u), count), -torch.inf)
-    places = torch.full((len(u), count), block.layout.stop, device=u.device)
+    places = torch.full((len(u), count), block.layout.total, device=u.device)  # no class, and behind masked ones, its equals
     few = min(count, u.shape[1])
     if few:
         # Among equals at the end of the list the lowest classes are in it, which topk does not promise.

@@ -170,11 +170,12 @@ def test_only_what_needs_a_gradient(found, wanted):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_mixed_dtypes(found, world):
+@pytest.mark.parametrize("name", worker.MIXED)
+def test_mixed_dtypes(found, world, name):
     """Each gradient has the dtype of its tensor; that of the features is rounded once, after the sum over the ranks."""
-    half = (torch.bfloat16, torch.float32, torch.float16)
-    ranks = of_all(found, world, "mixed")
-    plain, truth = (linear_process("linear_cross_entropy", {}, dtypes=half, widen=w) for w in (False, True))
+    dtypes = worker.MIXED[name]
+    ranks = of_all(found, world, f"mixed/{name}")
+    plain, truth = (linear_process("linear_cross_entropy", {}, dtypes=dtypes, widen=w) for w in (False, True))
     agree("loss", same_loss(ranks), plain[0], truth[0])
     agree("input", ranks[-1]["grads"][0], plain[1][0], truth[1][0], row=2)
     for i, name in ((1, "linear_weight"), (2, "linear_bias")):

@@ -120,13 +120,36 @@ def soft_cases() -> dict[str, Case]:
     return found
 
 
+def selected_cases() -> dict[str, Case]:
+    """Rows that keep 1, 2, ... of 7 classes, and losses that select more than a rank has."""
+    selecting = {
+        "sparse_cl": {},
+        "knl": {"k": 4, "skip": 1},
+        "tta": {"k": 3, "skip": 0},
+        "adr": {"top": 5, "norm": "l1"},
+        "cross_entropy_adr": {"top": 5, "norm": "l1", "gamma": 0.3},
+    }
+    g, classes = generator(6), 7
+    x, y = torch.randn(2 * classes, classes, generator=g).double(), torch.randint(0, classes, (2 * classes,), generator=g)
+    order = torch.rand(x.shape, generator=g).scatter(1, y[:, None], -1).argsort(dim=1)  # the label stays longest
+    for row, classes_in_order in enumerate(order):
+        x[row, classes_in_order[1 + row % classes :]] = -torch.inf
+    found = {}
+    for name, arguments in selecting.items():
+        spec = LOSSES[name]
+        inputs = (x, y) if spec.inputs == "labelled" else (x,)
+        found[f"{name}-few"] = Case(spec, inputs, {**arguments, "reduction": "none"}, classes)
+    return found
+
+
 def logits_cases(world: int) -> dict[str, Case]:
     """All of them for two ranks. Four ranks on few cores take long, so they get one of each kind of trouble."""
     made = {"rows": row_cases, "reductions": reduction_cases, "dtypes": dtype_cases, "shapes": shape_cases, "soft": soft_cases}
+    made["selected"] = selected_cases
     found = {f"{group}/{name}": c for group, make in made.items() for name, c in make().items()}
     if world == 2:
         return found
-    few = ("-tied", "-special", "-masked", "-two_classes", "-mean-weighted", "-image", "-mean")
+    few = ("-tied", "-special", "-masked", "-two_classes", "-mean-weighted", "-image", "-mean", "-few")
     return {name: c for name, c in found.items() if name.endswith(few)}
 
 
@@ -160,6 +183,13 @@ def linear_cases(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
     found["shift-hem"] = ("linear_hem_loss", {"shift": True, **weights})
     return found
 
+
+#: dtypes of features, weight and bias
+MIXED = {
+    "all": (torch.bfloat16, torch.float32, torch.float16),
+    "half": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "wide": (torch.float64, torch.float32, torch.float32),
+}
 
 #: which of features, weight and bias need a gradient
 WANTED = [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)]
@@ -410,8 +440,8 @@ def everything(rank: int, world: int) -> dict[str, Any]:
         attempt(f"linear/{name}", lambda f=function, a=arguments: run_linear(f, a, rank, world))
     for wanted in WANTED if world == 2 else ():
         attempt(f"wanted/{wanted}", lambda w=wanted: run_linear("linear_hem_loss", {}, rank, world, w))
-    half = (torch.bfloat16, torch.float32, torch.float16)
-    attempt("mixed", lambda: run_linear("linear_cross_entropy", {}, rank, world, dtypes=half))
+    for name, dtypes in MIXED.items():
+        attempt(f"mixed/{name}", lambda d=dtypes: run_linear("linear_cross_entropy", {}, rank, world, dtypes=d))
     for name, action in OTHERS.items():
         attempt(name, lambda action=action: action(rank, world))
     return found
@@ -437,6 +467,7 @@ def be_rank(rank: int, world: int, out: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills memory that nobody has written with NaN, so that reading it shows
     out = Path(sys.argv[1])
     for world in map(int, sys.argv[2:]):
         ranks = []
