@@ -315,12 +315,13 @@ def _parallel(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def function(
         *inputs: Any, group: Any = None, classes: int | None = None, timeout: float | None = None, **more: Any
     ) -> Tensor:
-        arguments = signature.bind(*inputs, **more).arguments
-        x, group, position, whole = _shard("input", arguments["input"], 1, group)
-        members = Group(group, timeout)
+        x = inputs[0] if inputs else more.get("input")
+        members = Group(_group_of("input", x, 1, group), timeout)
         with _refusing(members, x):
+            arguments = signature.bind(*inputs, **more).arguments
+            x, position, whole = _shard("input", arguments.pop("input"), 1, group)
             _check_logits(x)
-            arguments = {name: _whole(name, value, x, members) for name, value in arguments.items() if name != "input"}
+            arguments = {name: _whole(name, value, x, members) for name, value in arguments.items()}
             target = arguments.get("target")
             soft = _soft(target, x)
             rows = check.label_shape(x.shape)
@@ -344,13 +345,14 @@ def _linear_parallel(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def function(
         *inputs: Any, group: Any = None, classes: int | None = None, timeout: float | None = None, **more: Any
     ) -> Tensor:
-        arguments = signature.bind(*inputs, **more).arguments
-        arguments |= arguments.pop("loss_arguments", {})
-        w, group, position, whole = _shard("linear_weight", arguments.pop("linear_weight"), 0, group)
-        members = Group(group, timeout)
+        w = inputs[1] if len(inputs) > 1 else more.get("linear_weight")
+        members = Group(_group_of("linear_weight", w, 0, group), timeout)
         with _refusing(members, w):
+            arguments = signature.bind(*inputs, **more).arguments
+            arguments |= arguments.pop("loss_arguments", {})
+            w, position, whole = _shard("linear_weight", arguments.pop("linear_weight"), 0, group)
             b = arguments.pop("linear_bias", None)
-            b = b if b is None else _shard("linear_bias", b, 0, group)[0]
+            b = b if b is None else _shard("linear_bias", b, 0, members.group)[0]
             arguments = {name: _whole(name, value, w, members) for name, value in arguments.items()}
             h, target = arguments.pop("input"), arguments["target"]
             _check_head(h, w, b)
@@ -467,10 +469,16 @@ def _is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _shard(name: str, value: Any, dim: int, group: Any) -> tuple[Any, Any, int | None, int | None]:
-    """The shard, its group, its place among the shards and the number of all classes; None where the group tells."""
+def _group_of(name: str, value: Any, dim: int, group: Any) -> Any:
+    """The group of the ranks that make this call, whatever else is wrong with it."""
     if not _is_dtensor(value):
-        return value, group, None, None
+        return group
+    mesh = value.device_mesh  # of several dimensions, only good placements say which
+    return mesh.get_group(0 if mesh.ndim == 1 else _split(name, value, dim))
+
+
+def _split(name: str, value: Any, dim: int) -> int:
+    """Which dimension of its mesh splits the classes of a DTensor."""
     dim = min(dim, value.dim() - 1)
     split = [i for i, p in enumerate(value.placements) if not p.is_replicate()]
     if len(split) != 1 or not value.placements[split[0]].is_shard(dim):
@@ -478,10 +486,17 @@ def _shard(name: str, value: Any, dim: int, group: Any) -> tuple[Any, Any, int |
             f"{name} must be split along its classes, Shard({dim}), on one dimension of its mesh and replicated on the others, "
             f"got {value.placements}"
         )
-    own = value.device_mesh.get_group(split[0])
-    if group is not None and group is not own:
+    return split[0]
+
+
+def _shard(name: str, value: Any, dim: int, group: Any) -> tuple[Any, int | None, int | None]:
+    """The shard, its place among the shards and the number of all classes; None where the group tells."""
+    if not _is_dtensor(value):
+        return value, None, None
+    split, mesh = _split(name, value, dim), value.device_mesh
+    if group is not None and group is not mesh.get_group(split):
         raise ValueError(f"group must be None or that of {name}'s mesh, got another one")
-    return value.to_local(), own, value.device_mesh.get_local_rank(split[0]), value.shape[dim]
+    return value.to_local(), mesh.get_local_rank(split), value.shape[min(dim, value.dim() - 1)]
 
 
 def _whole(name: str, value: Any, like: Any, members: Group) -> Any:

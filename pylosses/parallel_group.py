@@ -6,7 +6,7 @@ layout that cannot work is refused on every rank, before anything else is sent.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -166,16 +166,22 @@ def fingerprint(arguments: Mapping[str, Any]) -> int:
             parts.append(f"{name} {tuple(value.shape)} {bits}")
         elif value is None or isinstance(value, (bool, int, float, str)):
             parts.append(f"{name} {value!r}")
-    return zlib.crc32(" ".join(parts).encode())
+    return int.from_bytes(hashlib.blake2b(" ".join(parts).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+_ODD = 0x5D2C8E4B9A31F687  # and without a pattern: a product with it loses no bit and spreads each upwards
 
 
 def _bits(values: Tensor) -> int:
-    """A sum of the tensor's bits in which their places count. Whole numbers: adding them in any order is the same."""
+    """A hash: each number with its place is scrambled, and these are added, which gives the same in any order."""
     if values.is_floating_point() or values.dtype == torch.bool:
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
         values = values.contiguous().view(whole)
-    values = values.reshape(-1).long()
-    return int((values * (2 * torch.arange(len(values), device=values.device) + 1) + values.square()).sum())
+    mixed = torch.arange(values.numel(), device=values.device).mul_(_ODD).add_(values.reshape(-1))
+    for _ in range(2):
+        mixed.mul_(_ODD)
+        mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
+    return int(mixed.sum())
 
 
 class Sharded(Tensor):

@@ -492,7 +492,8 @@ class _Measure(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *ups: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[2:]
-        tensors, saved = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        everything = ctx.saved_tensors  # once: reading them again is an error under a checkpoint
+        tensors, saved = everything[: len(wanted)], everything[len(wanted) :]
         back = [
             SimpleNamespace(**{name: t for name, t in vars(part).items() if name in p.differentiable})
             for p, part in zip(ctx.run.passes, _named(ctx.names, ups), strict=True)

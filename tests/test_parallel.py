@@ -16,6 +16,7 @@ from tolerance import agree, close
 
 import pylosses
 from pylosses import parallel
+from pylosses.parallel_group import fingerprint
 from pylosses.spec import LOSSES
 
 HELPERS = Path(__file__).parent / "helpers"
@@ -263,16 +264,24 @@ def test_global_count_refuses():
 # Layouts that cannot work, and ranks that do not come -------------------------------------------------------------------------
 
 
+ANOTHER = ("RuntimeError", "refused its arguments of this call", "TypeError")
+
 #: what is wrong -> (error, part of its message) on every rank, and on the last rank if that is another
 REFUSED = {
     "rows": ("ValueError", "the shape of the rows must be the same on all ranks, got (6,) on rank 0 and (5,)"),
     "dtype": ("ValueError", "the dtype of input must be the same on all ranks, got torch.float32 on rank 0 and torch.float64"),
     "labels": ("ValueError", "target must be the same on all ranks"),
+    "labels_turned": ("ValueError", "target must be the same on all ranks"),
     "arguments": ("ValueError", "the loss and its arguments must be the same on all ranks"),
     "class_weights": ("ValueError", "the loss and its arguments must be the same on all ranks"),
     "another_loss": ("ValueError", "the loss and its arguments must be the same on all ranks"),
     "sum": ("ValueError", "classes together, got 4 + "),
-    "one_refuses": ("RuntimeError", "refused its arguments of this call", "TypeError", "input must be float32"),
+    "one_refuses": (*ANOTHER, "input must be float32"),
+    "one_unknown": (*ANOTHER, "unexpected keyword argument 'smoothing'"),
+    "one_missing": (*ANOTHER, "missing a required argument: 'target'"),
+    "one_too_many": (*ANOTHER, "too many positional arguments"),
+    "one_empty": (*ANOTHER, "missing a required argument: 'input'"),
+    "one_linear": (*ANOTHER, "missing a required argument: 'target'"),
     "bad_label": ("IndexError", "outside [0, "),
     "local_weight": ("ValueError", "weight must have shape ("),
     "wrong_soft": ("ValueError", "target must hold the probabilities of this rank's classes"),
@@ -298,6 +307,27 @@ def test_refused(found, world, wrong):
         assert got[0] == wanted[0] and wanted[1] in got[1], (rank, got)
         after.append(result[f"{wrong}, then"])
     assert len(set(after)) == 1
+
+
+def test_fingerprints_of_labels():
+    """All labels of six rows, and shifts that a sum of places and values may not see."""
+    rows = torch.cartesian_prod(*[torch.tensor([0, 1, 2, 5])] * 6)
+    assert len({fingerprint({"target": y}) for y in rows}) == 4**6
+    for i in range(50):
+        a, b = torch.zeros(2, 50, dtype=torch.long)
+        a[i], b[i] = 99 - 2 * i, IGNORE
+        assert fingerprint({"target": a}) != fingerprint({"target": b})
+
+
+def test_fingerprints_are_of_numbers():
+    """Not of the dtype of labels; of every bit of a weight and of every place."""
+    y, w = torch.tensor([3, 0, 2, IGNORE]), torch.tensor([0.5, 1.0, 0.5, 2.0, 0.0])
+    assert fingerprint({"target": y}) == fingerprint({"target": y.int()})
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        near = w.to(dtype).clone()
+        near[1] = torch.nextafter(near[1], near[3]) if dtype in (torch.float32, torch.float64) else 1 + torch.finfo(dtype).eps
+        known = {fingerprint({"weight": t}) for t in (w.to(dtype), near, w.to(dtype).flip(0), w.to(dtype).roll(1))}
+        assert len(known) == 4
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -326,6 +356,12 @@ def test_a_group_of_some_ranks(found, world):
 def test_differentiable_once(found, world):
     for result in of_all(found, world, "differentiated"):
         assert "differentiate twice" in result["error"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["linear", *(spec.name for spec in worker.SPECS)])
+def test_checkpoint(found, world, name):
+    assert all(result[name] for result in of_all(found, world, "checkpointed"))
 
 
 # DTensor ----------------------------------------------------------------------------------------------------------------------
@@ -362,6 +398,13 @@ def test_dtensor_of_another_kind(found, world):
     for result in of_all(found, world, "dtensors"):
         for kind in ("rows", "whole"):
             assert "input must be split along its classes, Shard(1)" in result[kind]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_dtensor_of_another_kind_on_one_rank(found, world):
+    *others, odd = (result["one_whole"] for result in of_all(found, world, "dtensors"))
+    assert "input must be split along its classes, Shard(1)" in odd
+    assert all(f"rank {world - 1} of {world} refused its arguments" in other for other in others)
 
 
 # One process ------------------------------------------------------------------------------------------------------------------

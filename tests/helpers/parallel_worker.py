@@ -21,6 +21,7 @@ from cases import IGNORE, KINDS, LABELLED, UNLABELLED, Case, case, upstream_for
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import pylosses
 from pylosses import parallel
@@ -296,11 +297,17 @@ def refused(rank: int, world: int) -> dict[str, Any]:
         "rows": lambda: ce(x[:5] if odd else x, y[:5] if odd else y),
         "dtype": lambda: ce(x.double() if odd else x, y),
         "labels": lambda: ce(x, y.flip(0) if odd else y),
+        "labels_turned": lambda: ce(x, torch.tensor([0, 3, 3, 0, 0, 0] if odd else [3, 0, 0, 3, 0, 0])),
         "arguments": lambda: ce(x, y, label_smoothing=0.1 if odd else 0.2),
         "class_weights": lambda: ce(x, y, weight=torch.full((4 * world,), 1.0 + odd)),
         "another_loss": lambda: (parallel.focal_loss if odd else ce)(x, y),
         "sum": lambda: ce(x[:, :3] if odd else x, y, classes=4 * world),
         "one_refuses": lambda: ce(x.long() if odd else x, y),
+        "one_unknown": lambda: ce(x, y, **({"smoothing": 0.1} if odd else {})),
+        "one_missing": lambda: ce(x, *(() if odd else (y,))),
+        "one_too_many": lambda: ce(x, y, *((y,) if odd else ())),
+        "one_empty": lambda: ce(*(() if odd else (x, y))),
+        "one_linear": lambda: parallel.linear_cross_entropy(torch.ones(6, 3), torch.ones(4, 3), *(() if odd else (y,))),
         "bad_label": lambda: ce(x, y + 1 + 4 * (world - 1)),
         "local_weight": lambda: ce(x, y, weight=torch.ones(4)),
         "wrong_soft": lambda: ce(x, torch.rand(6, 4 * world)),
@@ -346,10 +353,11 @@ def dtensors(rank: int, world: int) -> dict[str, Any]:
     value = parallel.linear_cross_entropy(*leaves[:2], y, linear_bias=leaves[2])
     value.backward()
     found["linear"] = {"loss": value.detach(), "grads": [h.grad, *(t.grad.full_tensor() for t in leaves[1:])]}
-    for name, wrong in (("rows", [Shard(0)]), ("whole", [Replicate()])):
+    wrong = {"rows": [Shard(0)], "whole": [Replicate()], "one_whole": [Replicate() if rank == world - 1 else Shard(1)]}
+    for name, placements in wrong.items():
         try:
-            parallel.cross_entropy(distribute_tensor(torch.randn(8, 8), mesh, wrong), torch.zeros(8, dtype=torch.long))
-        except ValueError as error:
+            parallel.cross_entropy(DTensor.from_local(torch.randn(8, 8), mesh, placements), torch.zeros(8, dtype=torch.long))
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
 
@@ -381,6 +389,28 @@ def differentiated(rank: int, world: int) -> dict[str, Any]:
     except RuntimeError as error:
         return {"error": str(error)}
     return {}
+
+
+def checkpointed(rank: int, world: int) -> dict[str, bool]:
+    """Whether each loss has its gradient behind a checkpoint too: the forward that is run again has collectives."""
+    h, w, b, y = linear_inputs()
+    w, b = shard(w, rank, world, 0), shard(b, rank, world, 0)
+    calls: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+        "linear": (lambda h: parallel.linear_cross_entropy(h, w, y, linear_bias=b), h)
+    }
+    for spec in SPECS:
+        c = case(spec, 0, "plain", torch.float64)
+        function, rest, arguments = getattr(parallel, spec.function), c.inputs[1:], c.arguments
+        loss = lambda x, f=function, rest=rest, a=arguments: f(x, *rest, **a)  # noqa: E731
+        calls[spec.name] = loss, shard(c.inputs[0], rank, world)
+    found = {}
+    for name, (loss, x) in calls.items():
+        leaves = [x.detach().requires_grad_() for _ in range(2)]
+        loss(leaves[0]).backward()
+        checkpoint(loss, leaves[1], use_reentrant=False).backward()
+        plain, again = (leaf.grad.nan_to_num(1.0) for leaf in leaves)
+        found[name] = bool(plain.any()) == (plain.numel() > 0) and torch.equal(plain, again)
+    return found
 
 
 def late_and_dead(rank: int, world: int) -> dict[str, Any]:
@@ -417,6 +447,7 @@ OTHERS: dict[str, Callable[[int, int], Any]] = {
     "dtensors": dtensors,
     "subgroup": subgroup,
     "differentiated": differentiated,
+    "checkpointed": checkpointed,
     "late_and_dead": late_and_dead,  # the end
 }
 
