@@ -493,7 +493,7 @@ def test_no_allocation_is_logits_sized(function, reduction):
 @pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_preferred_backend_that_would_make_all_logits_is_passed_over(spec, monkeypatch):
-    """As on a CUDA device, where "cuda" comes first and takes logits alone; "cpu" stands for Triton. See also interpreted/test_linear_layer.py."""
+    """As on a CUDA device, where "cuda" comes first and takes logits alone; "cpu" stands for Triton."""
     monkeypatch.setitem(_PREFERRED, "cpu", ("cuda", "cpu"))
     h, w, y = big(256, 4000)
     arguments, workspace = arguments_of(spec, 0, 4000, torch.float32), MEBIBYTE // 4
