@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylosses.backends import backends
 from pylosses.checking import function_of
+from pylosses.choice import backends
 from pylosses.spec import BACKENDS, LossSpec, PerClass
 
 from .eager import EAGER

@@ -6,33 +6,38 @@
 >>> loss.backward()
 """
 
+import warnings
+from typing import TYPE_CHECKING
+
+with warnings.catch_warnings():  # pylosses does not need NumPy, so that there is none is no news
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    import torch as _torch  # noqa: F401
+
 from . import compile as _compile  # noqa: F401  registers the ops: too late once torch.compile traces
 from . import functional as functional
-from .backends import BackendError as BackendError
-from .backends import backends as backends
-from .backends import use_backend as use_backend
-from .linear import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-from .linear import LinearHEMLoss as LinearHEMLoss
-from .linear import linear_cross_entropy as linear_cross_entropy
-from .linear import linear_hem_loss as linear_hem_loss
-from .linear import linear_loss as linear_loss
-from .losses import *  # noqa: F403
-from .metrics import auroc as auroc
-from .metrics import dar as dar
-from .metrics import ece as ece
+from .choice import BackendError as BackendError
+from .choice import backends as backends
+from .choice import use_backend as use_backend
+from .functional import *  # noqa: F403
 from .pool import clear_pool as clear_pool
 from .pool import use_pool as use_pool
-from .scores import ConfidenceScores as ConfidenceScores
-from .scores import confidence_scores as confidence_scores
 from .spec import LOSSES as LOSSES
 from .spec import LossSpec as LossSpec
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from . import parallel as parallel
+else:  # type checkers read the imports; whatever else is asked for does not exist
+    __all__ = ["LOSSES", "functional", "parallel"]
+    __all__ += [name for name, value in list(globals().items()) if callable(value) and not name.startswith("_")]
 
-def __getattr__(name: str) -> object:
-    if name == "parallel":  # imported when it is first asked for: few need it, and everybody waits for an import
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name == "parallel":  # imported when it is first asked for: few need it, and everybody waits for an import
+            from importlib import import_module
 
-        return import_module(".parallel", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return import_module(".parallel", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*__all__, *(name for name in globals() if name.startswith("__"))]

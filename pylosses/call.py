@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, check
+from . import check, choice
 from .autograd import Call, fused
 from .check import Problem
 from .linear_fused import Product, fused_product
@@ -80,7 +80,7 @@ def unlabelled(
 def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | None) -> Tensor:
     if isinstance(problem.x, Sharded):
         return problem.x.loss(spec, problem, own, backend)
-    chosen = backends.choose(spec, problem, backend, _obstacle(spec, problem, own))
+    chosen = choice.choose(spec, problem, backend, _obstacle(spec, problem, own))
     unmade = problem.x if isinstance(problem.x, Product) else None
     if unmade is not None and not unmade.stays_unmade(chosen, problem.soft is not None):
         problem, unmade = problem._replace(x=unmade.made()), None

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from . import cuda, functional, triton
-from .backends import backends
 from .check import ACCUMULATE
+from .choice import backends
 from .spec import BACKENDS, LOSSES, LossSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

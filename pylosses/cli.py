@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from . import __version__, info
-from .backends import backends
+from .choice import backends
 from .spec import BACKENDS, LOSSES, LossSpec
 
 

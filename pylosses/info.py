@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import cpu
-from .backends import backends
+from .choice import backends
 
 
 def facts() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .check import ACCUMULATE
 from .linear_fused import WORKSPACE, product
 from .losses.cross_entropy import cross_entropy
 from .losses.hem import hem_loss
-from .module import module_of
+from .module import LossModule, arguments_of
 from .spec import LOSSES, LossSpec, PerClass, register
 
 
@@ -284,8 +284,25 @@ def _row_loss(name: str) -> Callable[..., Tensor]:
     return getattr(losses, spec.function, None) or getattr(sys.modules[spec.reference.__module__], spec.function)
 
 
-LinearCrossEntropyLoss = module_of(linear_cross_entropy, "LinearCrossEntropyLoss")
-LinearHEMLoss = module_of(linear_hem_loss, "LinearHEMLoss")
+class LinearCrossEntropyLoss(LossModule):
+    """Cross-entropy of a linear layer's output; a drop-in for `torch.nn.functional.linear_cross_entropy`.
+
+    Module form of `linear_cross_entropy`, which documents the arguments.
+    """
+
+    @arguments_of(linear_cross_entropy, after=3)
+    def __init__(self) -> None: ...
+
+
+class LinearHEMLoss(LossModule):
+    """High error margin loss of a linear layer's output.
+
+    Module form of `linear_hem_loss`, which documents the arguments.
+    """
+
+    @arguments_of(linear_hem_loss, after=3)
+    def __init__(self) -> None: ...
+
 
 register(
     LossSpec(
@@ -297,7 +314,6 @@ register(
         reference=reference,
         kernel=LOSSES["cross_entropy"].kernel,
         pack=LOSSES["cross_entropy"].pack,
-        drivers=("linear",),
         samples=({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "weight": PerClass(0.2, 2.0)}),
         paper="Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models",
     )
@@ -312,7 +328,6 @@ register(
         reference=reference,
         kernel=LOSSES["hem"].kernel,
         pack=LOSSES["hem"].pack,
-        drivers=("linear",),
         samples=({}, {"margin": PerClass(0.2, 2.0), "power": 0.5}),
         paper="A Margin-Based Replacement for Cross-Entropy Loss, eq. (1)-(2)",
         default_reduction="above_zero",
@@ -328,7 +343,6 @@ register(
         reference=reference,
         kernel=LOSSES["focal"].kernel,  # of the default; others use their own
         pack=LOSSES["focal"].pack,
-        drivers=("linear",),
         samples=({"loss": "focal", "gamma": 2.0}, {"loss": "hem", "margin": 0.5}),
         paper="of the named loss",
     )

@@ -170,8 +170,4 @@ for _metric, _paper in (
     (ece, "Guo et al. 2017, On Calibration of Modern Neural Networks"),
 ):
     _name = _metric.__name__
-    register(
-        LossSpec(
-            name=_name, function=_name, module=None, family="metric", inputs="own", reference=_metric, drivers=(), paper=_paper
-        )
-    )
+    register(LossSpec(name=_name, function=_name, module=None, family="metric", inputs="own", reference=_metric, paper=_paper))

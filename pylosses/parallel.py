@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from . import check, linear, losses
-from .backends import BackendError
 from .call import learned
 from .check import ACCUMULATE, Problem, bad_label
+from .choice import BackendError
 from .linear_fused import WORKSPACE, _dtype
 from .losses.adr import _density, _mean
 from .losses.focal import focal_rows

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import check, cpu
 from .autograd import is_plain
-from .backends import choose
+from .choice import choose
 from .spec import LossSpec, register
 
 

@@ -64,7 +64,6 @@ class LossSpec:
     kernel: str | None = None  #: name of the fused formula in csrc/losses/list.h and kernels/losses
     pack: Callable[..., Pack] | None = None  #: (problem, checked own arguments) -> Pack, for losses with a kernel
     beyond: Callable[..., str | None] = lambda **own: None  #: (checked own arguments) -> why no kernel takes them, or None
-    drivers: tuple[str, ...] = ("rowwise", "pixelwise")
     inferred: bool = False  #: the formula was reconstructed, not printed in a source
     default_reduction: str = "mean"
     missing: Mapping[str, str] = field(default_factory=dict)  #: backend -> why it has no kernel there

@@ -12,7 +12,7 @@ import torch
 
 import pylosses
 from pylosses import checking, cli
-from pylosses.backends import BackendList, BackendStatus
+from pylosses.choice import BackendList, BackendStatus
 from pylosses.reduce import RowLoss
 from pylosses.spec import BACKENDS, LOSSES, LossSpec, register
 

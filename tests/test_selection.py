@@ -6,7 +6,7 @@ from cases import INF, NAN, Case, Result, run, upstream_for
 from test_backends_agree import compare
 
 import pylosses
-from pylosses.backends import BackendError
+from pylosses.choice import BackendError
 from pylosses.spec import LOSSES, MOST_SELECTED
 
 if not pylosses.backends()["cpu"].available:

@@ -1,40 +1,30 @@
 """One file per loss: maths, Convention docstring, plain reference, SPEC, public function and module. One import a loss."""
 
-from .adr import ADRLoss as ADRLoss
-from .adr import adr_loss as adr_loss
-from .contrastive_margin import ContrastiveMarginLoss as ContrastiveMarginLoss
-from .contrastive_margin import contrastive_margin_loss as contrastive_margin_loss
-from .cross_entropy import CrossEntropyLoss as CrossEntropyLoss
-from .cross_entropy import cross_entropy as cross_entropy
-from .cross_entropy_adr import CrossEntropyADRLoss as CrossEntropyADRLoss
-from .cross_entropy_adr import cross_entropy_adr as cross_entropy_adr
-from .dice import DiceLoss as DiceLoss
-from .dice import dice_loss as dice_loss
-from .dice_ce import DiceCELoss as DiceCELoss
-from .dice_ce import dice_ce_loss as dice_ce_loss
-from .entropy import EntropyLoss as EntropyLoss
-from .entropy import entropy_loss as entropy_loss
-from .feature_contrastive import FeatureContrastiveLoss as FeatureContrastiveLoss
-from .feature_contrastive import feature_contrastive_loss as feature_contrastive_loss
-from .focal import FocalLoss as FocalLoss
-from .focal import focal_loss as focal_loss
-from .hem import HEMLoss as HEMLoss
-from .hem import hem_loss as hem_loss
-from .hem import hem_margins as hem_margins
-from .info_nce import InfoNCELoss as InfoNCELoss
-from .info_nce import info_nce_loss as info_nce_loss
-from .knl import KNLLoss as KNLLoss
-from .knl import knl_loss as knl_loss
-from .logit_adjusted import LogitAdjustedLoss as LogitAdjustedLoss
-from .logit_adjusted import logit_adjusted_loss as logit_adjusted_loss
-from .logit_norm import LogitNormLoss as LogitNormLoss
-from .logit_norm import logit_norm_loss as logit_norm_loss
-from .multi_margin import MultiMarginLoss as MultiMarginLoss
-from .multi_margin import multi_margin_loss as multi_margin_loss
-from .sparse_cl import SparseCLLoss as SparseCLLoss
-from .sparse_cl import sparse_cl_loss as sparse_cl_loss
-from .target import TargetLoss as TargetLoss
-from .target import target_loss as target_loss
-from .tta import TTALoss as TTALoss
-from .tta import tta_loss as tta_loss
-from .utility_perturbation import utility_perturbation as utility_perturbation
+from .adr import ADRLoss, adr_loss
+from .contrastive_margin import ContrastiveMarginLoss, contrastive_margin_loss
+from .cross_entropy import CrossEntropyLoss, cross_entropy
+from .cross_entropy_adr import CrossEntropyADRLoss, cross_entropy_adr
+from .dice import DiceLoss, dice_loss
+from .dice_ce import DiceCELoss, dice_ce_loss
+from .entropy import EntropyLoss, entropy_loss
+from .feature_contrastive import FeatureContrastiveLoss, feature_contrastive_loss
+from .focal import FocalLoss, focal_loss
+from .hem import HEMLoss, hem_loss, hem_margins
+from .info_nce import InfoNCELoss, info_nce_loss
+from .knl import KNLLoss, knl_loss
+from .logit_adjusted import LogitAdjustedLoss, logit_adjusted_loss
+from .logit_norm import LogitNormLoss, logit_norm_loss
+from .multi_margin import MultiMarginLoss, multi_margin_loss
+from .sparse_cl import SparseCLLoss, sparse_cl_loss
+from .target import TargetLoss, target_loss
+from .tta import TTALoss, tta_loss
+from .utility_perturbation import utility_perturbation
+
+__all__ = [
+    "adr_loss", "ADRLoss", "contrastive_margin_loss", "ContrastiveMarginLoss", "cross_entropy", "cross_entropy_adr",
+    "CrossEntropyADRLoss", "CrossEntropyLoss", "dice_ce_loss", "dice_loss", "DiceCELoss", "DiceLoss", "entropy_loss",
+    "EntropyLoss", "feature_contrastive_loss", "FeatureContrastiveLoss", "focal_loss", "FocalLoss", "hem_loss",
+    "hem_margins", "HEMLoss", "info_nce_loss", "InfoNCELoss", "knl_loss", "KNLLoss", "logit_adjusted_loss",
+    "logit_norm_loss", "LogitAdjustedLoss", "LogitNormLoss", "multi_margin_loss", "MultiMarginLoss", "sparse_cl_loss",
+    "SparseCLLoss", "target_loss", "TargetLoss", "tta_loss", "TTALoss", "utility_perturbation",
+]  # fmt: skip

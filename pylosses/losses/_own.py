@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import check
-from ..backends import BackendError, choose
 from ..check import ACCUMULATE, Problem
+from ..choice import BackendError, choose
 from ..spec import LossSpec
 
 REDUCTIONS = ("none", "sum", "mean")

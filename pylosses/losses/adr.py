@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, unlabelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import MOST_SELECTED, LossSpec, Pack, register
 from .entropy import entropy_rows
@@ -151,7 +151,15 @@ def adr_loss(
     )
 
 
-ADRLoss = module_of(adr_loss, "ADRLoss")
+class ADRLoss(LossModule):
+    """Adaptive discriminative regularizer: small for rows that concentrate on few classes, on the scale of their uncertainty.
+
+    Module form of `adr_loss`, which documents the arguments.
+    """
+
+    @arguments_of(adr_loss, after=1)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

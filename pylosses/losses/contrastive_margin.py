@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import check
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..spec import LossSpec, register
 from ._own import REDUCTIONS, norms, only_reference, reduced, vectors
 
@@ -61,7 +61,15 @@ def contrastive_margin_loss(
     return reduced(reference(anchor, positive, negative, gamma=gamma), reduction)
 
 
-ContrastiveMarginLoss = module_of(contrastive_margin_loss, "ContrastiveMarginLoss")
+class ContrastiveMarginLoss(LossModule):
+    """Contrastive margin loss: pull the positive in, push the negative out to a distance of gamma.
+
+    Module form of `contrastive_margin_loss`, which documents the arguments.
+    """
+
+    @arguments_of(contrastive_margin_loss, after=3)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(
@@ -71,7 +79,6 @@ SPEC = register(
         family="contrastive",
         inputs="own",
         reference=reference,
-        drivers=("contrastive",),
         missing={"cpu": "it has no matrix of similarities: a few passes over the vectors, in plain PyTorch"},
         samples=({}, {"gamma": 3.0, "reduction": "mean"}),
         default_reduction="sum",

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -75,8 +75,8 @@ def cross_entropy_arguments(
 def cross_entropy(
     input: Tensor,  # (C), (N, C) or (N, C, *)
     target: Tensor,  # (), (N) or (N, *), or probabilities shaped like input
-    *,
     weight: Tensor | None = None,  # (C)
+    *,
     sample_weight: Tensor | None = None,  # shaped like the labels
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -137,7 +137,15 @@ def cross_entropy(
     )  # fmt: skip
 
 
-CrossEntropyLoss = module_of(cross_entropy, "CrossEntropyLoss")
+class CrossEntropyLoss(LossModule):
+    """Cross-entropy with every option; a drop-in for `torch.nn.functional.cross_entropy`.
+
+    Module form of `cross_entropy`, which documents the arguments.
+    """
+
+    @arguments_of(cross_entropy)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

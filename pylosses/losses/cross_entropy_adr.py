@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 from .adr import adr_rows, regularizer_arguments, regularizer_scalars, too_many
@@ -110,7 +110,15 @@ def cross_entropy_adr(
     )  # fmt: skip
 
 
-CrossEntropyADRLoss = module_of(cross_entropy_adr, "CrossEntropyADRLoss")
+class CrossEntropyADRLoss(LossModule):
+    """Cross-entropy plus `gamma` times the adaptive discriminative regularizer, in one pass.
+
+    Module form of `cross_entropy_adr`, which documents the arguments.
+    """
+
+    @arguments_of(cross_entropy_adr)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

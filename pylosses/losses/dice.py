@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..spec import LossSpec, Pack, PerClass, register
 
 
@@ -175,7 +175,15 @@ def dice_loss(
     )  # fmt: skip
 
 
-DiceLoss = module_of(dice_loss, "DiceLoss")
+class DiceLoss(LossModule):
+    """Multi-class soft Dice loss: one minus the overlap of each class, averaged over the classes.
+
+    Module form of `dice_loss`, which documents the arguments.
+    """
+
+    @arguments_of(dice_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(
@@ -187,7 +195,6 @@ SPEC = register(
         reference=reference,
         kernel="dice",
         pack=pack,
-        drivers=("region",),
         samples=(
             {},
             {"absent": "zero", "smooth": 1.0},

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import reduce
 from ..spec import LossSpec, Pack, PerClass, register
 from .cross_entropy import cross_entropy_arguments
@@ -130,7 +130,15 @@ def dice_ce_loss(
     )  # fmt: skip
 
 
-DiceCELoss = module_of(dice_ce_loss, "DiceCELoss")
+class DiceCELoss(LossModule):
+    """Soft Dice plus cross-entropy, the usual pair for segmentation.
+
+    Module form of `dice_ce_loss`, which documents the arguments.
+    """
+
+    @arguments_of(dice_ce_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(
@@ -142,7 +150,6 @@ SPEC = register(
         reference=reference,
         kernel="dice_ce",
         pack=pack,
-        drivers=("region",),
         samples=(
             {},
             {"dice_weight": 0.7, "ce_weight": 0.3, "smooth": 1e-5, "over": "image", "label_smoothing": 0.1},

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, unlabelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, register
 
@@ -89,7 +89,15 @@ def entropy_loss(
     )
 
 
-EntropyLoss = module_of(entropy_loss, "EntropyLoss")
+class EntropyLoss(LossModule):
+    """Entropy of the softmax, for adaptation without labels.
+
+    Module form of `entropy_loss`, which documents the arguments.
+    """
+
+    @arguments_of(entropy_loss, after=1)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

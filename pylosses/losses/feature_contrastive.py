@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import check
 from ..linear_fused import product
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..spec import LossSpec, register
 from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
 from .cross_entropy import SPEC as CROSS_ENTROPY
@@ -120,7 +120,15 @@ def feature_contrastive_loss(
     return reduced(reference(anchor, positive, negative, temperature=scale, negative_valid=negative_valid), reduction)
 
 
-FeatureContrastiveLoss = module_of(feature_contrastive_loss, "FeatureContrastiveLoss")
+class FeatureContrastiveLoss(LossModule):
+    """Feature contrastive loss: near a low-utility perturbation, far from a high-utility one and from the other samples.
+
+    Module form of `feature_contrastive_loss`, which documents the arguments.
+    """
+
+    @arguments_of(feature_contrastive_loss, after=3)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(
@@ -132,7 +140,6 @@ SPEC = register(
         reference=reference,
         kernel=CROSS_ENTROPY.kernel,
         pack=CROSS_ENTROPY.pack,
-        drivers=("linear",),
         samples=({}, {"temperature": 0.5, "reduction": "mean"}),
         default_reduction="sum",
         paper="Balancing Robustness and Sensitivity using Feature Contrastive Learning, eq. (6)",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -86,7 +86,15 @@ def focal_loss(
     )  # fmt: skip
 
 
-FocalLoss = module_of(focal_loss, "FocalLoss")
+class FocalLoss(LossModule):
+    """Softmax focal loss: cross-entropy that counts confident rows less.
+
+    Module form of `focal_loss`, which documents the arguments.
+    """
+
+    @arguments_of(focal_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

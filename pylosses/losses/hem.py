@@ -9,6 +9,7 @@ Without `threshold` every positive error counts; without `above_zero` the diviso
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -150,11 +151,14 @@ def hem_loss(
     )  # fmt: skip
 
 
-class HEMLoss(module_of(hem_loss, "HEMLoss")):  # type: ignore[misc]
+class HEMLoss(LossModule):
     """High error margin loss; module form of `hem_loss`, which documents the arguments."""
 
+    @arguments_of(hem_loss)
+    def __init__(self) -> None: ...
+
     @classmethod
-    def from_class_counts(cls, counts: Tensor, M: float = 2000.0, shared: bool = False, **arguments: object) -> HEMLoss:
+    def from_class_counts(cls, counts: Tensor, M: float = 2000.0, shared: bool = False, **arguments: Any) -> HEMLoss:
         """With the margins that the paper derives from class counts, see `hem_margins`."""
         return cls(margin=hem_margins(counts, M=M, shared=shared), **arguments)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import check
 from ..linear_fused import product
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..spec import LossSpec, register
 from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
 from .cross_entropy import SPEC as CROSS_ENTROPY
@@ -95,7 +95,15 @@ def info_nce_loss(
     return reduced(reference(a, b, temperature=scale, symmetric=symmetric, label_smoothing=label_smoothing), reduction)
 
 
-InfoNCELoss = module_of(info_nce_loss, "InfoNCELoss")
+class InfoNCELoss(LossModule):
+    """Symmetric InfoNCE: each vector must find its partner among all vectors of the other batch.
+
+    Module form of `info_nce_loss`, which documents the arguments.
+    """
+
+    @arguments_of(info_nce_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(
@@ -107,7 +115,6 @@ SPEC = register(
         reference=reference,
         kernel=CROSS_ENTROPY.kernel,
         pack=CROSS_ENTROPY.pack,
-        drivers=("linear",),
         samples=({}, {"temperature": 0.5, "label_smoothing": 0.1}, {"symmetric": False}),
         paper="Radford et al. 2021, CLIP; Deuser et al. 2023, Sample4Geo",
     )

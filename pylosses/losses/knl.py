@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, unlabelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import MOST_SELECTED, LossSpec, Pack, register
 from .entropy import filter_argument, reliable
@@ -114,7 +114,15 @@ def knl_loss(
     )
 
 
-KNLLoss = module_of(knl_loss, "KNLLoss")
+class KNLLoss(LossModule):
+    """k-hard negative learning: lowers the k strongest classes after the prediction and `skip` others (inferred formula).
+
+    Module form of `knl_loss`, which documents the arguments.
+    """
+
+    @arguments_of(knl_loss, after=1)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

@@ -6,7 +6,6 @@ u_j = x_j + tau log(s_j / sum_k s_k)          L = w_y (lse(u) - u_y)
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -95,11 +94,13 @@ def _check_counts(class_counts: Tensor) -> None:
         raise ValueError("class_counts must have at least one class with samples, got none")
 
 
-class LogitAdjustedLoss(module_of(logit_adjusted_loss, "LogitAdjustedLoss")):  # type: ignore[misc]
+class LogitAdjustedLoss(LossModule):
     """Logit-adjusted cross-entropy; module form of `logit_adjusted_loss`, which documents the arguments."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    class_counts: Tensor
+
+    @arguments_of(logit_adjusted_loss)
+    def __init__(self) -> None:
         _check_counts(self.class_counts)
         empty = int((self.class_counts == 0).sum())
         if empty:

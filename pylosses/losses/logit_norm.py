@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -93,7 +93,15 @@ def logit_norm_loss(
     )  # fmt: skip
 
 
-LogitNormLoss = module_of(logit_norm_loss, "LogitNormLoss")
+class LogitNormLoss(LossModule):
+    """LogitNorm: cross-entropy of the normalised logits, which bounds the confidence.
+
+    Module form of `logit_norm_loss`, which documents the arguments.
+    """
+
+    @arguments_of(logit_norm_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

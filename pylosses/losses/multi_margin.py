@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..call import labelled
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..spec import LossSpec, PerClass, register
 from .hem import margin_arguments, pack, reference
 
@@ -69,7 +69,15 @@ def multi_margin_loss(
     )  # fmt: skip
 
 
-MultiMarginLoss = module_of(multi_margin_loss, "MultiMarginLoss")
+class MultiMarginLoss(LossModule):
+    """Multi-class margin loss: the mean over the classes of the margin errors.
+
+    Module form of `multi_margin_loss`, which documents the arguments.
+    """
+
+    @arguments_of(multi_margin_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

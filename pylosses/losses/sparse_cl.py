@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, unlabelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, register
 from .entropy import filter_argument, reliable
@@ -91,7 +91,15 @@ def sparse_cl_loss(
     )
 
 
-SparseCLLoss = module_of(sparse_cl_loss, "SparseCLLoss")
+class SparseCLLoss(LossModule):
+    """Sparse cross-logit loss: raises the largest logit and touches no other (inferred formula).
+
+    Module form of `sparse_cl_loss`, which documents the arguments.
+    """
+
+    @arguments_of(sparse_cl_loss, after=1)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, PerClass, register
 from .focal import focal_rows
@@ -184,7 +184,15 @@ def target_loss(
     )  # fmt: skip
 
 
-TargetLoss = module_of(target_loss, "TargetLoss")
+class TargetLoss(LossModule):
+    """The losses of the label's probability alone, by name.
+
+    Module form of `target_loss`, which documents the arguments.
+    """
+
+    @arguments_of(target_loss)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import check
 from ..call import Rows, unlabelled
 from ..check import Problem
-from ..module import module_of
+from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, register
 from .entropy import filter_argument, reliable
@@ -81,7 +81,15 @@ def tta_loss(
     )
 
 
-TTALoss = module_of(tta_loss, "TTALoss")
+class TTALoss(LossModule):
+    """Sparse cross-logit plus k-hard negative learning in one pass (inferred formula).
+
+    Module form of `tta_loss`, which documents the arguments.
+    """
+
+    @arguments_of(tta_loss, after=1)
+    def __init__(self) -> None: ...
+
 
 SPEC = register(
     LossSpec(

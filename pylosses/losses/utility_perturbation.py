@@ -89,7 +89,6 @@ SPEC = register(
         family="contrastive",
         inputs="own",
         reference=reference,
-        drivers=("contrastive",),
         missing={"cpu": "it makes noise, in plain PyTorch, and is no loss"},
         samples=({"k": 2, "sigma": 0.5},),
         paper="Balancing Robustness and Sensitivity using Feature Contrastive Learning, def. 3",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import torch
 
@@ -35,6 +35,10 @@ class BackendStatus(NamedTuple):
 class BackendList(tuple[BackendStatus, ...]):
     """The backends in order; `backends()["cpu"]` finds one by name."""
 
+    @overload
+    def __getitem__(self, key: str | SupportsIndex) -> BackendStatus: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[BackendStatus, ...]: ...
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             for status in self:
