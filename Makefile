@@ -38,7 +38,7 @@ gpu-report: setup
 
 # The CUDA kernels for every architecture, with what ptxas says of each kernel in build/cuda_full.log; make test builds one.
 cuda-full: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S csrc -B build/cuda_full -G Ninja -DPYLOSSES_ISAS=none -DPYLOSSES_CUDA_ARCHS= \
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S csrc -B build/cuda_full -G Ninja -DPYLOSSES_ISAS=none -DPYLOSSES_CUDA_ARCHS=all \
 		-DCMAKE_BUILD_TYPE=Release -DCMAKE_CUDA_FLAGS="-Xptxas -v" -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" ninja -v -C build/cuda_full _cuda >build/cuda_full.log

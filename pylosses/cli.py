@@ -111,6 +111,7 @@ def _info(arguments: argparse.Namespace) -> int:
     print(f"{'cores':<12} {cpu['usable_cores']} usable of {cpu['cores']}, {facts['threads']} threads")
     print(f"{'instructions':<12} {cpu['instruction_set']} (torch: {cpu['torch_instruction_set']})")
     print(f"{'system':<12} {facts['system']}")
+    print(f"{'built':<12} {facts['built']}")
     print("backends")
     for name, status in facts["backends"].items():
         print(f"  {name:<10} {'available' if status['available'] else 'not available'}: {status['reason']}")

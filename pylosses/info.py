@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -27,6 +28,7 @@ def facts() -> dict[str, Any]:
             "instruction_set": cpu.isa(),
             "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
         },
+        "built": built(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
@@ -42,6 +44,14 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "triton": _version("triton"),
     }
+
+
+def built() -> str:
+    """What was compiled when pylosses was installed."""
+    try:
+        return importlib.import_module("pylosses._build").BUILT
+    except (ImportError, AttributeError):
+        return "nothing"
 
 
 def devices() -> list[str]:

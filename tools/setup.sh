@@ -13,7 +13,8 @@ say() { echo "-- $1"; }
 command -v "$PYTHON" >/dev/null || fail "no $PYTHON on the PATH; install Python 3.10 or newer, or set PYTHON=..."
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 or newer is needed, $PYTHON is $("$PYTHON" -V)"
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || fail "$PYTHON has no venv module; install python3-venv"
-command -v "${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || fail "no C++ compiler; install g++ (or set CXX)"
+compiler=$(command -v "${CXX:-g++}" || command -v clang++ || true)
+[ -n "$compiler" ] || say "no C++ compiler (install g++, or set CXX): the reference backend alone"
 
 pip() { .venv/bin/pip install -q --disable-pip-version-check "$@"; }
 # What pyproject.toml asks for: requirements of the build, and of the extras that are named.
@@ -46,17 +47,18 @@ if [ ! -d .venv ]; then
     "$PYTHON" -m venv .venv
 fi
 # Installed or built again when what it comes from changed.
-# CUDA kernels, where there is nvcc, for one architecture: make cuda-full builds them all.
+# Here CUDA kernels are asked for, where there is nvcc, for one architecture that the tests read; make cuda-full builds them all.
 export PYLOSSES_CUDA_ARCHS="${PYLOSSES_CUDA_ARCHS-80}"
 tools=$(cksum <pyproject.toml)
-sources=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)
+sources=$(cat pyproject.toml csrc/CMakeLists.txt csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu csrc/*/*.cmake | cksum)$compiler
 old_tools=$(cat .venv/.tools 2>/dev/null || true)
 old_sources=$(cat .venv/.built 2>/dev/null || true)
 # `pip install '.[peers]'` puts a copy in the place of the build.
 [ -f "$(echo .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth)" ] || old_sources=
 if [ "$old_tools" != "$tools" ]; then requirements | pip -r /dev/stdin; fi
 if [ "$old_sources" != "$sources" ]; then
-    say "building pylosses"
+    [ "$PYLOSSES_CUDA_ARCHS" = none ] || ! command -v nvcc >/dev/null || cuda=" and, for the tests, CUDA kernels, which takes minutes"
+    say "building pylosses${cuda-}"
     build >.venv/build.log 2>&1 &
     building=$!
 fi

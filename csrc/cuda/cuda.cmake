@@ -1,15 +1,19 @@
-# pylosses/_cuda: built where nvcc is found, skipped with a message where it is not. The runtime is linked statically, so that
-# the module loads on a machine without a driver.
-# PYLOSSES_CUDA_ARCHS (-D or in the environment) names the architectures, such as "80;90", or is "none".
-set(PYLOSSES_CUDA_ARCHS "$ENV{PYLOSSES_CUDA_ARCHS}" CACHE STRING "CUDA architectures; empty for all, none for no CUDA kernels")
+# pylosses/_cuda, where it is asked for: it takes minutes to compile, and Triton serves GPUs without it. The runtime is linked
+# statically, so that the module loads on a machine without a driver.
+# PYLOSSES_CUDA_ARCHS (-D, or in the environment) names the architectures, such as "80;90", or is "all"; none is the default.
+set(PYLOSSES_CUDA_ARCHS "" CACHE STRING "CUDA architectures such as 80;90, or all; none for no CUDA kernels")
+set(architectures ${PYLOSSES_CUDA_ARCHS})
+if(NOT architectures)  # not in the cache: the next build may ask for others
+  set(architectures $ENV{PYLOSSES_CUDA_ARCHS})
+endif()
 
-if(PYLOSSES_CUDA_ARCHS STREQUAL "none")
-  set(cuda_reason "\"pylosses._cuda was not built: PYLOSSES_CUDA_ARCHS was none when pylosses was installed\"")
+if(NOT architectures OR architectures STREQUAL "none")
+  set(cuda_reason "\"pylosses._cuda was not built, for nobody asked: PYLOSSES_CUDA_ARCHS=all pip install . (minutes, needs nvcc)\"")
   return()
 endif()
 find_program(PYLOSSES_NVCC nvcc PATHS ENV CUDA_PATH ENV CUDA_HOME /usr/local/cuda PATH_SUFFIXES bin)
 if(NOT PYLOSSES_NVCC)
-  message(STATUS "pylosses: no nvcc; installing without the CUDA kernels")
+  message(WARNING "pylosses: no nvcc; installing without the CUDA kernels")
   set(cuda_reason "\"pylosses._cuda was not built: no nvcc was found when pylosses was installed\"")
   return()
 endif()
@@ -26,9 +30,7 @@ endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
-if(PYLOSSES_CUDA_ARCHS)
-  set(architectures ${PYLOSSES_CUDA_ARCHS})
-else()  # code for every generation, and PTX of the newest for those to come
+if(architectures STREQUAL "all")  # code for every generation, and PTX of the newest for those to come
   set(architectures 75-real 80-real)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 11.8)
     list(APPEND architectures 86-real 89-real)
@@ -39,7 +41,9 @@ else()  # code for every generation, and PTX of the newest for those to come
     list(APPEND architectures 90)
   endif()
 endif()
-message(STATUS "pylosses: CUDA kernels for ${architectures}, nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+list(JOIN architectures ", " named)
+string(APPEND built " and the CUDA kernels (${named})")
+message(STATUS "pylosses: compiling the CUDA kernels for ${named} with nvcc ${CMAKE_CUDA_COMPILER_VERSION}: minutes each")
 
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
