@@ -1,6 +1,7 @@
 """What pip installs: the wheel's contents, a clean environment, no compiler, a foreign package named `kernels`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,9 @@ def environment(folder, wheel):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     # What is installed is tested here, not how fast it is: one instruction set, not optimised.
-    quick = "cmake.define.PYLOSSES_ISAS=none", "cmake.define.PYLOSSES_CUDA_ARCHS=none", "cmake.build-type=Debug"
-    return build(tmp_path_factory.mktemp("wheel"), *(word for setting in quick for word in ("-C", setting)))
+    quick = "cmake.define.PYLOSSES_ISAS=none", "cmake.build-type=Debug"
+    plain = {k: v for k, v in os.environ.items() if k != "PYLOSSES_CUDA_ARCHS"}
+    return build(tmp_path_factory.mktemp("wheel"), *(word for setting in quick for word in ("-C", setting)), env=plain)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert tops == {"pylosses", next(t for t in tops if t.endswith(".dist-info"))}
     for wanted in ("pylosses/__init__.py", "pylosses/kernels/__init__.py", "pylosses/bench/run.py", "pylosses/losses/hem.py"):
         assert wanted in names
+    assert "pylosses/py.typed" in names
     assert any(name.startswith("pylosses/_cpu.") for name in names)
     assert any(name.endswith("LICENSE") for name in names)
     assert not any("test_" in Path(n).name and not n.startswith("pylosses/bench/") for n in names)
@@ -68,7 +71,40 @@ def test_clean_install_runs(python, tmp_path):
         "print(bool(x.grad.isfinite().all()), pylosses.backends()['cpu'].reason)"
     )
     assert run([python, "-I", "-c", program], cwd=tmp_path).startswith("True C++ kernels, baseline")
-    assert "baseline" in run([python.parent / "pylosses", "info"], cwd=tmp_path)
+    said = run([python.parent / "pylosses", "info"], cwd=tmp_path)
+    assert re.search(r"^built +the C\+\+ kernels \(baseline\)$", said, re.M)
+    assert "PYLOSSES_CUDA_ARCHS=all" in said, "CUDA kernels were built though nobody asked, or nothing says how to get them"
+
+
+#: what a user may write: (line, part of mypy's complaint, or None)
+USER = (
+    ("criterion: pylosses.HEMLoss = pylosses.HEMLoss(margin=0.5, reduction='mean')", None),
+    ("loss: torch.Tensor = criterion(x, y)", None),
+    ("pylosses.CrossEntropyLoss(torch.ones(3), label_smoothing=0.1)", None),
+    ("pylosses.cross_entropy(x, y, torch.ones(3))", None),
+    ("pylosses.functional.focal_loss(x, y).backward()", None),
+    ("pylosses.parallel.hem_loss(x, y).backward()", None),
+    ("found: bool = pylosses.backends()['cpu'].available", None),
+    ("pylosses.HEMLoss(margn=0.5)", 'Unexpected keyword argument "margn" for "HEMLoss"'),
+    ("pylosses.hem_loss(x, y, margn=0.5)", 'Unexpected keyword argument "margn" for "hem_loss"'),
+    ("pylosses.FocalLoss(gamma='2')", 'Argument "gamma" to "FocalLoss" has incompatible type "str"'),
+    ("pylosses.EntropyLoss(torch.ones(3))", "Too many positional arguments"),
+    ("words: str = criterion(x, y)", "Incompatible types in assignment"),
+    ("pylosses.hem", 'has no attribute "hem"'),
+)
+
+
+def test_type_checkers_see_signatures(python, tmp_path):
+    pytest.importorskip("mypy")
+    before = ["import torch", "import pylosses", "x, y = torch.zeros(2, 3), torch.tensor([0, 1])"]
+    (tmp_path / "user.py").write_text("\n".join([*before, *(line for line, _ in USER)]))
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "user.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    errors = dict(re.findall(r"^user\.py:(\d+): error: (.*)$", said, re.M))
+    for number, (line, complaint) in enumerate(USER, len(before) + 1):
+        found = errors.pop(str(number), None)
+        assert (found is None) if complaint is None else complaint in (found or ""), f"{line}: {found}"
+    assert not errors, said
 
 
 def test_a_foreign_kernels_package_is_left_alone(python, tmp_path):
@@ -107,3 +143,15 @@ def test_importing_pylosses_imports_nothing_heavy():
     new = run([sys.executable, "-c", program])
     for heavy in ("triton", "rich", "matplotlib", "numpy", "pylosses.bench", "pylosses.cli"):
         assert f"'{heavy}'" not in new, heavy
+
+
+def test_import_is_silent_without_numpy():
+    absent = """
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+import sys; sys.meta_path.insert(0, Absent())
+"""
+    done = subprocess.run([sys.executable, "-c", absent + "import pylosses"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
