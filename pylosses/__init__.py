@@ -6,11 +6,11 @@
 >>> loss.backward()
 """
 
-import warnings
-from typing import TYPE_CHECKING
+import typing as _typing
+import warnings as _warnings
 
-with warnings.catch_warnings():  # pylosses does not need NumPy, so that there is none is no news
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+with _warnings.catch_warnings():  # pylosses does not need NumPy, so that there is none is no news
+    _warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     import torch as _torch  # noqa: F401
 
 from . import compile as _compile  # noqa: F401  registers the ops: too late once torch.compile traces
@@ -26,7 +26,7 @@ from .spec import LossSpec as LossSpec
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import parallel as parallel
 else:  # type checkers read the imports; whatever else is asked for does not exist
     __all__ = ["LOSSES", "functional", "parallel"]

@@ -16,7 +16,7 @@ from torch import Tensor
 import pylosses
 from pylosses import cpu, linear_fused
 from pylosses.autograd import Call
-from pylosses.backends import _PREFERRED
+from pylosses.choice import _PREFERRED
 from pylosses.linear_fused import WORKSPACE
 
 if cpu.absent is not None:

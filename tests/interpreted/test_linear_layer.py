@@ -15,7 +15,7 @@ from tolerance import agree, close
 
 import pylosses
 from pylosses import linear_fused
-from pylosses.backends import _PREFERRED
+from pylosses.choice import _PREFERRED
 from pylosses.spec import LOSSES
 
 NAMES = ("input", "linear_weight", "linear_bias")
