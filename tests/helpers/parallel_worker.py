@@ -305,7 +305,7 @@ def refused(rank: int, world: int) -> dict[str, Any]:
         "one_refuses": lambda: ce(x.long() if odd else x, y),
         "one_unknown": lambda: ce(x, y, **({"smoothing": 0.1} if odd else {})),
         "one_missing": lambda: ce(x, *(() if odd else (y,))),
-        "one_too_many": lambda: ce(x, y, *((y,) if odd else ())),
+        "one_too_many": lambda: ce(x, y, *((y,) * 20 if odd else ())),
         "one_empty": lambda: ce(*(() if odd else (x, y))),
         "one_linear": lambda: parallel.linear_cross_entropy(torch.ones(6, 3), torch.ones(4, 3), *(() if odd else (y,))),
         "bad_label": lambda: ce(x, y + 1 + 4 * (world - 1)),
