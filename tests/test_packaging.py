@@ -88,7 +88,7 @@ USER = (
     ("pylosses.HEMLoss(margn=0.5)", 'Unexpected keyword argument "margn" for "HEMLoss"'),
     ("pylosses.hem_loss(x, y, margn=0.5)", 'Unexpected keyword argument "margn" for "hem_loss"'),
     ("pylosses.FocalLoss(gamma='2')", 'Argument "gamma" to "FocalLoss" has incompatible type "str"'),
-    ("pylosses.EntropyLoss(torch.ones(3))", "Too many positional arguments"),
+    ("pylosses.EntropyLoss(torch.ones(3))", 'Argument 1 to "EntropyLoss" has incompatible type "Tensor"'),
     ("words: str = criterion(x, y)", "Incompatible types in assignment"),
     ("pylosses.hem", 'has no attribute "hem"'),
 )
@@ -98,7 +98,9 @@ def test_type_checkers_see_signatures(python, tmp_path):
     pytest.importorskip("mypy")
     before = ["import torch", "import pylosses", "x, y = torch.zeros(2, 3), torch.tensor([0, 1])"]
     (tmp_path / "user.py").write_text("\n".join([*before, *(line for line, _ in USER)]))
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "user.py"]
+    if (ROOT / ".mypy_cache").exists():  # of `make lint`, which has read torch
+        shutil.copytree(ROOT / ".mypy_cache", tmp_path / ".mypy_cache")
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "--python-executable", python, "user.py"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     errors = dict(re.findall(r"^user\.py:(\d+): error: (.*)$", said, re.M))
     for number, (line, complaint) in enumerate(USER, len(before) + 1):

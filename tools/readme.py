@@ -1,40 +1,46 @@
-"""Writes what the README has from elsewhere: ``python tools/readme.py`` (``--check`` only compares).
+"""Writes what the README and docs/ have from elsewhere: ``python tools/readme.py`` (``--check`` only compares).
 
-The table of losses x backends comes from the registry, the numbers of the last full benchmark from its record.
+The tables of losses come from the registry, the numbers of the last full benchmark from its record.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
-from pylosses.bench import report, shapes
+from pylosses.bench import report
 
+import pylosses
 from pylosses.spec import BACKENDS, FAMILIES, LOSSES
 
 ROOT = Path(__file__).parents[1]
-README, FULL_RUN = ROOT / "README.md", ROOT / "bench" / "results" / "full.json"
+FULL_RUN = ROOT / "bench" / "results" / "full.json"
+#: What the README shows of it: the best cases, and ordinary ones.
+SHOWN = (
+    ("hem", "llama"), ("hem", "cityscapes"), ("dice", "cityscapes"), ("cross_entropy", "llama"), ("cross_entropy", "imagenet"),
+    ("linear_cross_entropy", "linear"),
+)  # fmt: skip
 
 
 def losses() -> str:
-    """The losses by family; a loss that shares another's kernel names it."""
-    lines = [f"| loss | family | {' | '.join(BACKENDS)} |", "|---" * (2 + len(BACKENDS)) + "|"]
+    """The losses by family: what they are, where they are from, which backends have kernels."""
+    lines = [f"| loss | what it is | source | {' | '.join(BACKENDS[1:])} |", "|---" * (2 + len(BACKENDS)) + "|"]
     for spec in sorted(LOSSES.values(), key=lambda s: (FAMILIES.index(s.family), s.name)):
-        marks = ["yes" if spec.why_not(backend) is None else "-" for backend in BACKENDS]
-        name = f"`{spec.function}`" + (" (inferred)" if spec.inferred else "")
-        lines.append(f"| {name} | {spec.family} | {' | '.join(marks)} |")
+        marks = ["yes" if spec.why_not(backend) is None else "-" for backend in BACKENDS[1:]]
+        summary = (inspect.getdoc(getattr(pylosses, spec.function)) or "").partition("\n")[0].rstrip(".")
+        lines.append(f"| `{spec.function}` | {summary} | {spec.paper} | {' | '.join(marks)} |")
     return "\n".join(lines)
 
 
 def benchmark() -> str:
-    """The main losses of the last full run at the central shapes, forward + backward; ratios with both allocator settings."""
+    """Losses of the last full run at the shapes of `SHOWN`; ratios with both allocator settings."""
     record = report.Record.load(FULL_RUN)
-    head = ("loss", "shape", "pylosses", "copies of the logits", "eager", "compiled", "torch's own", "extra memory", "of eager")
-    lines = [f"{record.title}, {record.header['run'][:10]}:", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head = ("loss", "logits", "pylosses", "eager PyTorch", "compiled", "torch's own", "memory", "of eager")
+    found = {}
     for first, providers in report.groups(record.rows):
-        central = shapes.is_central(first["loss"], first["shape"]) and not first["arguments"]
-        if not central or first["dtype"] != "float32":
+        if (first["loss"], first["shape"]) not in SHOWN or first["arguments"] or first["dtype"] != "float32":
             continue
         kinds: dict[str, dict[str, Any]] = {}
         for settings in providers.values():
@@ -42,14 +48,14 @@ def benchmark() -> str:
             if row.get("status") == "ok" and "both" in row["ms"]:
                 kinds.setdefault(row["kind"], settings)
         ours = kinds["ours"]["default"]
-        cells = [f"`{LOSSES[first['loss']].function}`", f"{first['shape']} {tuple(first['sizes'])}"]
+        cells = [f"`{LOSSES[first['loss']].function}`", f"{tuple(first['sizes'])}"]
         cells.append(f"{report.three_digits(ours['ms']['both']['median'])} ms")
-        cells.append(f"{ours['copies']['median']:.1f}" if ours.get("copies") else "")
         cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
         memory = (kinds[kind]["default"].get("extra_bytes") if kind in kinds else None for kind in ("ours", "eager"))
         cells += map(report.in_bytes, memory)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found[first["loss"], first["shape"]] = f"| {' | '.join(cells)} |"
+    title = f"{record.title}, {record.header['run'][:10]}:"
+    return "\n".join([title, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(found[row] for row in SHOWN)])
 
 
 def _ratios(settings: dict[str, Any]) -> str:
@@ -58,24 +64,23 @@ def _ratios(settings: dict[str, Any]) -> str:
     return f"{default} ({huge})" if huge else default
 
 
-BLOCKS = {"losses": losses, "benchmark": benchmark}
+BLOCKS = {ROOT / "README.md": ("benchmark", benchmark), ROOT / "docs" / "losses.md": ("losses", losses)}
 
 
-def written(text: str) -> str:
-    """The README with every generated block as it must be."""
-    for name, block in BLOCKS.items():
-        begin, end = f"<!-- {name}: begin (generated by tools/readme.py) -->", f"<!-- {name}: end -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{block()}\n{end}{rest.split(end)[1]}"
-    return text
+def written(path: Path) -> str:
+    """The page with its generated block as it must be."""
+    name, block = BLOCKS[path]
+    begin, end = f"<!-- {name}: begin (generated by tools/readme.py) -->", f"<!-- {name}: end -->"
+    before, rest = path.read_text().split(begin)
+    return f"{before}{begin}\n{block()}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> int:
-    text = README.read_text()
-    new = written(text)
+    pages = {path: written(path) for path in BLOCKS}
     if "--check" in sys.argv[1:]:
-        return int(new != text)
-    README.write_text(new)
+        return int(any(path.read_text() != text for path, text in pages.items()))
+    for path, text in pages.items():
+        path.write_text(text)
     return 0
 
 
