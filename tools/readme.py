@@ -48,7 +48,7 @@ def benchmark() -> str:
             if row.get("status") == "ok" and "both" in row["ms"]:
                 kinds.setdefault(row["kind"], settings)
         ours = kinds["ours"]["default"]
-        cells = [f"`{LOSSES[first['loss']].function}`", f"{tuple(first['sizes'])}"]
+        cells = [f"`{LOSSES[first['loss']].function}`", "x".join(map(str, first["sizes"]))]
         cells.append(f"{report.three_digits(ours['ms']['both']['median'])} ms")
         cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
         memory = (kinds[kind]["default"].get("extra_bytes") if kind in kinds else None for kind in ("ours", "eager"))
