@@ -46,8 +46,7 @@ cuda-full: setup
 	@echo "-- no kernel spills; registers of each: build/cuda_full.log"
 
 # Triton's interpreter and the choice of an instruction set are switches of a process, so each has a run of its own.
-test: setup
-	@$(MAKE) --no-print-directory lint
+test: setup lint
 	$(TEST) --dist loadfile --no-loadscope-reorder tests
 	TRITON_INTERPRET=1 $(TEST) tests/interpreted
 	for isa in $(OTHER_ISAS); do PYLOSSES_ISA=$$isa $(TEST) -k "$(DIFFERS)" $(GRID) || exit 1; done

@@ -26,7 +26,7 @@ KINDS = {k: REQUIRED if k == "kind" else ... for k in ("kind", "gamma", "q", "ta
 
 #: What is promised: function -> (module, positional arguments, own keyword arguments with defaults; ... is any default).
 API = {
-    "cross_entropy": ("CrossEntropyLoss", "input target weight", CE),
+    "cross_entropy": ("CrossEntropyLoss", "input target weight", CE),  # class weights by position, as torch has them
     "focal_loss": ("FocalLoss", "input target", {"gamma": 2.0, "alpha": None}),
     "target_loss": ("TargetLoss", "input target", KINDS),
     "logit_norm_loss": ("LogitNormLoss", "input target", {"temperature": 0.04, "eps": 1e-7}),
@@ -110,12 +110,23 @@ def test_common_arguments_without_labels(spec):
 
 @pytest.mark.parametrize("spec", [s for s in LOSSES.values() if s.module], ids=lambda s: s.name)
 def test_module_has_the_functions_keywords(spec):
-    """The module is built with exactly the function's keyword arguments and defaults."""
+    """The module is built with exactly what comes after the function's tensors, in its order and with its defaults."""
     function = inspect.signature(getattr(pylosses, spec.function)).parameters.values()
     module = inspect.signature(getattr(pylosses, spec.module)).parameters.values()
-    tensors = [p.name for p in function if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is REQUIRED]
-    expected = {p.name: (p.kind, p.default) for p in function if p.name not in tensors}
-    assert {p.name: (p.kind, p.default) for p in module} == expected
+    tensors = [name for name in API[spec.function][1].split() if name != "weight"]
+    assert list(module) == [p for p in function if p.name not in tensors]
+
+
+def test_weight_by_position_as_torch_takes_it():
+    x, y, w = torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 2.0, 0.5])
+    expected = torch.nn.functional.cross_entropy(x, y, w)
+    for cross_entropy in (pylosses.cross_entropy, pylosses.parallel.cross_entropy):
+        torch.testing.assert_close(cross_entropy(x, y, w), expected)
+    torch.testing.assert_close(pylosses.CrossEntropyLoss(w)(x, y), expected)
+    with pytest.raises(TypeError, match="FocalLoss: too many positional arguments; its arguments are gamma, alpha, weight"):
+        pylosses.FocalLoss(w)
+    with pytest.raises(TypeError, match="HEMLoss: got an unexpected keyword argument 'margn'"):
+        pylosses.HEMLoss(margn=0.5)
 
 
 def test_the_table_and_the_promise_agree():
@@ -129,12 +140,15 @@ def test_the_table_and_the_promise_agree():
 
 
 def test_public_names_are_the_promise():
-    """pylosses exports the promised names, the backends' functions and the table; no helper slipped out."""
-    public = {n for n in vars(pylosses) if not n.startswith("_")}
+    """pylosses exports the promised names, the backends' functions and the table; no helper and no file slipped out."""
     promised = set(API) | {m for m, _, _ in API.values() if m} | {"ConfidenceScores"}
-    tools = {"functional", "backends", "use_backend", "BackendError", "use_pool", "clear_pool", "LOSSES", "LossSpec"}
-    submodules = {n for n in public if inspect.ismodule(getattr(pylosses, n))}
-    assert public - submodules == (promised | tools) - submodules, (public - submodules) ^ (promised | tools)
+    tools = {"functional", "parallel", "backends", "use_backend", "BackendError", "use_pool", "clear_pool"}
+    table = {"LOSSES", "LossSpec"}
+    assert set(pylosses.__all__) == promised | tools | table
+    assert {n for n in dir(pylosses) if not n.startswith("__")} == set(pylosses.__all__)
+    assert all(getattr(pylosses, name) is not None for name in pylosses.__all__)
+    files = {path.stem for path in (ROOT / "pylosses" / "losses").glob("[!_]*.py")} - set(API)
+    assert not [name for name in files if hasattr(pylosses, name) or hasattr(pylosses.functional, name)]
 
 
 # Docstrings -------------------------------------------------------------------------------------------------------------------
