@@ -37,7 +37,7 @@ def losses() -> str:
 def benchmark() -> str:
     """Losses of the last full run at the shapes of `SHOWN`; ratios with both allocator settings."""
     record = report.Record.load(FULL_RUN)
-    head = ("loss", "logits", "pylosses", "eager PyTorch", "compiled", "torch's own", "memory", "of eager")
+    head = ("loss", "logits", "pylosses", "eager PyTorch", "compiled", "memory", "of eager")
     found = {}
     for first, providers in report.groups(record.rows):
         if (first["loss"], first["shape"]) not in SHOWN or first["arguments"] or first["dtype"] != "float32":
@@ -50,7 +50,7 @@ def benchmark() -> str:
         ours = kinds["ours"]["default"]
         cells = [f"`{LOSSES[first['loss']].function}`", "x".join(map(str, first["sizes"]))]
         cells.append(f"{report.three_digits(ours['ms']['both']['median'])} ms")
-        cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
+        cells += [_ratios(kinds.get(kind, {})) for kind in ("eager", "compile")]
         memory = (kinds[kind]["default"].get("extra_bytes") if kind in kinds else None for kind in ("ours", "eager"))
         cells += map(report.in_bytes, memory)
         found[first["loss"], first["shape"]] = f"| {' | '.join(cells)} |"
