@@ -10,6 +10,7 @@ from cases import (
     NAN,
     UNLABELLED,
     Case,
+    Result,
     arguments_of,
     backends_of,
     case,
@@ -38,6 +39,14 @@ def parts(c: Case, keep: torch.Tensor) -> Case:
 
 def reductions(spec) -> tuple[str, ...]:
     return ("none", "sum", "mean", "above_zero") if spec.family != "region" else ("sum", "mean")
+
+
+def run_for_logits(c: Case, backend: str) -> Result:
+    """As `run`, with targets that are class probabilities left as they are."""
+    x, *rest = c.inputs
+    x = x.detach().requires_grad_()
+    loss = getattr(pylosses, c.spec.function)(x, *rest, backend=backend, **c.arguments)
+    return Result(loss.detach(), torch.autograd.grad(loss, x))
 
 
 def zero_and_connected(what: str, loss: torch.Tensor, x: torch.Tensor) -> None:
@@ -167,6 +176,44 @@ def test_nothing_above_zero(spec, sample, backend):
     for reduction in reductions(spec):
         got = run(c.but(reduction=reduction), backend)
         assert bool((got.loss == 0).all()) and bool((got.grads[0] == 0).all()), reduction
+
+
+@pytest.mark.parametrize("shape", ["rows", "pixels"])
+@pytest.mark.parametrize("classes", [3, 40])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01}, {"softcap": 200.0}, {"soft": True}], ids=str)
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_adr", "cross_entropy_adr of a batch"])
+@pytest.mark.parametrize("backend", backends_of(LOSSES["cross_entropy"], reference=False))
+def test_what_is_above_zero_with_smoothing(backend, name, options, classes, shape):
+    """The whole loss says which rows count, and backward takes forward's word: a weightless label, a label that leads by more
+    than e^-x can tell from 0, and weights below 0, whose rows have losses of any sign."""
+    options = dict(options)
+    x = torch.zeros(6, classes)
+    x[:, 0] = torch.tensor([1.0, 1.0, 150.0, -3.0, 2.0, 1.0])
+    y = torch.tensor([0, 1, 0, 0, 2, IGNORE])
+    weight = torch.ones(classes)
+    weight[0], weight[2] = 0.0, -4.0
+    if options.pop("soft", False):
+        y = torch.nn.functional.one_hot(y.clamp(min=0), classes).float()
+    if name != "cross_entropy":
+        options |= {"top": 2, "gamma": 1e-3, "scope": "batch" if "batch" in name else "sample"}
+    options |= {"label_smoothing": 0.1, "reduction": "above_zero"}
+    c = Case(LOSSES[name.split()[0]], (x, y), options, classes)
+    if shape == "pixels":
+        c = c._replace(inputs=(x.t()[None], y.t()[None] if y.dim() > 1 else y[None]))
+    for weighted in (c, c.but(weight=weight)):
+        got, wanted = run_for_logits(weighted, backend), run_for_logits(weighted.double(), "reference")
+        close("loss", got.loss, wanted.loss, rtol=1e-5)
+        close("gradient", got.grads[0], wanted.grads[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", backends_of(LOSSES["cross_entropy"]))
+def test_gradient_of_a_weightless_label_with_smoothing(backend):
+    """q = (0, 1, 1) 0.1 / 3, p = (0.576, 0.212, 0.212): p sum q - q of the first row, over the one row that has a weight."""
+    x = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], requires_grad=True)
+    weight, y = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0, 1])
+    loss = pylosses.cross_entropy(x, y, weight=weight, label_smoothing=0.1, reduction="above_zero", backend=backend)
+    (grad,) = torch.autograd.grad(loss, x)
+    close("gradient", grad[0], torch.tensor([0.0384, -0.0192, -0.0192]), rtol=1e-3)
 
 
 @pytest.mark.parametrize(("spec", "sample", "backend"), LABELLED_ROWS)

@@ -107,6 +107,9 @@ struct RowWeights {
   T s;     // sample weight
 };
 
+// In the place of a row's sum of exponentials: the reduction left the row out.
+constexpr int kLeftOut = -1;
+
 // Sums of a chunk of rows. Chunks are cut by the problem alone and added in order: the same bits for any number of threads.
 struct Partial {
   double sum = 0, mass = 0, extra = 0, extra_mass = 0;
@@ -223,7 +226,7 @@ struct Context {
     double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
     return static_cast<T>(g * w.s);
   }
-  // Rows that the reduction left out have no gradient.
+  // Rows that the reduction left out have no gradient: forward decides, and saves it.
   bool counted(const RowWeights<T>& w, T loss) const { return p.reduction != Reduction::above_zero || !(w.s * loss <= 0); }
 };
 

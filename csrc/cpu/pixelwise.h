@@ -210,10 +210,14 @@ struct Tile {
   V saved(int i, int64_t r) const { return rows_of(c.stats + i * c.p.rows, r); }
   void save(int i, int64_t r, V v) const { rows_to(c.stats + i * c.p.rows, r, where(load(live + r) != 0, v, V{})); }
 
+  // The sum of a row's exponentials; with the row's loss, it also says whether the row counts.
+  void save_sum(int i, int64_t r, V sum, V loss) const { save(i, r, where(counted(r, loss), sum, splat<V>(T(kLeftOut)))); }
+
   V upstream(int64_t r) const {
     V g = c.p.reduction == Reduction::none ? rows_of(static_cast<const T*>(c.p.grad_out), r) : splat<V>(static_cast<T>(c.base));
     return where(load(live + r) != 0, g * load(sample + r), V{});
   }
+  I live_unless(int64_t r, I left_out) const { return (load(live + r) != 0) & ~left_out; }
   // Lanes whose row the reduction counts.
   I counted(int64_t r, V loss) const {
     I on = load(live + r) != 0;

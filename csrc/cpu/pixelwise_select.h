@@ -192,8 +192,6 @@ struct LaneCrossEntropy {
       if (forward) {
         loss = spread(log_d);
         if (c.k.own[3] > 0) extra = c.k.own[3] * lse * lse;
-      } else {
-        loss = splat<V>(1);  // a loss of 0 has no gradient of its own
       }
       slope = (c.k.main * mass + 2 * c.k.own[3] * lse) / d, pull = splat<V>(c.k.main), label = V{};
       return;
@@ -380,6 +378,7 @@ void pixels_select_forward(const Context<T>& c, Partial& total) {
     V value = result.loss.narrow(), loss = call.ce ? ce.loss : value, extra = call.ce ? ce.extra + value : V{};
     t.emit(r, loss, extra);
     I counts = t.counted(r, loss + extra);
+    if (c.stats && call.ce) t.save_sum(5, r, ce.d, loss + extra);
     if (c.stats && c.p.loss == id_tta) {
       t.save(0, r, row.more), t.save(2, r, (V)after), t.save(3, r, (V)last);
       t.rows_to(c.stats + c.p.rows, r, (V)where(counts, rank.index[0], not_counted));
@@ -448,12 +447,13 @@ void pixels_select_backward(const Context<T>& c) {
           saved.part[i] = more.part[i] / (more.part[i] + 1) - saved.part[i];  // what is saved is the rest
         LaneResult<T> result(call, row, saved, zero, phi);
         LaneCrossEntropy<T> ce(call, t);
+        I counts = t.counted(r, result.loss.narrow());
         if (call.ce) {
-          ce.m = t.saved(4, r), ce.d = t.saved(5, r);
+          counts = t.live_unless(r, t.saved(5, r) < 0);
+          ce.m = t.saved(4, r), ce.d = where(counts, t.saved(5, r), splat<V>(1));
           if (!c.p.soft) ce.find_label(r);
           ce.finish(r, false);
         }
-        I counts = t.counted(r, ce.loss + ce.extra + result.loss.narrow());
         up = where(counts, up, zero);
         g.set(r, row, result, up, plan.batch ? live : where(counts, live, zero), I{} - 1);
         if (call.ce) g.set_cross_entropy(r, ce, up);

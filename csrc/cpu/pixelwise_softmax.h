@@ -114,14 +114,14 @@ struct TileGradient {
     at_label *= du;
     store(drag + r, gain * norm.drag);
     gain = where(d == 0, gain * 0, gain / d);  // no other class: nothing to push, unless the row is NaN
-    Int<V> counts = t.counted(r, result.loss + result.extra);
+    Int<V> counts = t.live_unless(r, d < 0);
     store(label + r, where(counts, at_label, V{}));
     set(t, r, gain * (capped ? splat<V>(1) : norm.scale * t.map.scale), up * result.pull, base, norm.scale, counts);
   }
   PYL_INLINE void set_soft(const Tile<T>& t, int64_t r, V base, V d, V mass) {
     V up = t.upstream(r), gain = up * (c.k.main * mass + 2 * c.k.own[3] * (base + log_sum(d))) / d;
     if (t.map.cap == 0) gain *= t.map.scale;
-    set(t, r, gain, up * c.k.main, base, splat<V>(1), t.counted(r, splat<V>(1)));  // a loss of 0 has no gradient of its own
+    set(t, r, gain, up * c.k.main, base, splat<V>(1), t.live_unless(r, d < 0));
   }
   PYL_INLINE void set(const Tile<T>& t, int64_t r, V gain, V weight_pull, V base, V late, Int<V> counts) {
     store(slope + r, gain);
@@ -168,8 +168,9 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
     auto soft = [&](int64_t r) {
       LaneSums<V> s = lane_sums<Moment::none, true>(t, r, splat<V>(1));
       V log_d = log_sum(s.d), lse = s.m + log_d, mass = sum_over<V>(c.p.classes, [&](int64_t j) { return t.soft(j, r); });
-      t.emit(r, lane_spread(t, r, s.m, log_d), c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{});
-      if (c.stats) t.save(0, r, s.m), t.save(1, r, s.d), t.save(2, r, mass);
+      V loss = lane_spread(t, r, s.m, log_d), extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
+      t.emit(r, loss, extra);
+      if (c.stats) t.save(0, r, s.m), t.save_sum(1, r, s.d, loss + extra), t.save(2, r, mass);
       if (ahead) g.set_soft(t, r, s.m, s.d, mass);
     };
     auto labelled = [&](int64_t r) {
@@ -183,7 +184,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       t.emit(r, result.loss, result.extra);
       V mean_x = norm ? where(s.d == 0, V{}, s.moment / s.d) : V{};
       if (c.stats) {
-        t.save(0, r, s.m), t.save(1, r, s.d);
+        t.save(0, r, s.m), t.save_sum(1, r, s.d, result.loss + result.extra);
         if (norm) t.save(2, r, others), t.save(3, r, mean_x);
       }
       if (ahead) g.set(t, r, result, s.m, s.d, norm ? LaneScale<T>(c, others, x_label, mean_x) : LaneScale<T>());

@@ -151,7 +151,7 @@ struct RegionRows {
     if (ce) {
       T up = c.upstream(row, w);
       if (mapped) m = c.stat(2, row), d = c.stat(3, row), u_label = rows.at_label(y, 1, du_label);
-      g = gradient_of(c, w, up, m, d, formula_of(c, w, m, d, u_label), du_label, RowScale<T>());
+      g = gradient_of(up, m, d, formula_of(c, w, m, d, u_label), du_label, RowScale<T>());
       label += g.label;
       if (!mapped) offset += g.slope;  // the same exponentials
     }

@@ -277,8 +277,7 @@ struct SelectRows {
     ce.u_label = *x.mapped(call.map, y, 1, capped ? du : nullptr);
     ce.du_label = capped ? du[0] : call.map.scale;
   }
-  // Its loss; the sum for smoothing costs a second look at the row, so backward, which needs a sign alone, goes without.
-  void cross_entropy_loss(const RowWeights<T>& w, CrossEntropyRow<T>& ce, bool forward) {
+  void cross_entropy_loss(const RowWeights<T>& w, CrossEntropyRow<T>& ce) {
     T z = c.k.own[3];
     double log_d = __builtin_log(ce.d), lse = ce.m + log_d;
     if (c.p.soft) {
@@ -292,7 +291,7 @@ struct SelectRows {
       return;
     }
     SoftmaxRow<V> r = softmax_row<T>(ce.m, ce.d, ce.u_label, w.w);
-    if (forward && c.k.own[0] > 0) {
+    if (c.k.own[0] > 0) {
       double spread = 0, rest = (r.s[0] > 0 ? log_d : ce.u_label - ce.m) + r.log_total()[0];
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* weights = c.weight ? c.weight + j : nullptr;
@@ -309,11 +308,10 @@ struct SelectRows {
     return mass;
   }
   // As far as backward needs it.
-  CrossEntropyRow<T> saved_cross_entropy(int64_t row, int64_t y, const RowWeights<T>& w) {
+  CrossEntropyRow<T> saved_cross_entropy(int64_t row, int64_t y) {
     CrossEntropyRow<T> ce;
     ce.m = c.stat(4, row), ce.d = c.stat(5, row);
     if (c.p.soft) {
-      ce.loss = 1;  // a loss of 0 has no gradient of its own
       target.seek(row);
       double mass = 0;
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { mass += mass_of(target.block(j, n), n); });
@@ -321,14 +319,13 @@ struct SelectRows {
     } else {
       x.seek(row);
       at_label(y, ce);
-      cross_entropy_loss(w, ce, false);
     }
     return ce;
   }
   SoftmaxGradient<T> cross_entropy_gradient(const RowWeights<T>& w, T up, const CrossEntropyRow<T>& ce) const {
     T m = static_cast<T>(ce.m), d = static_cast<T>(ce.d);
-    if (c.p.soft) return soft_gradient_of(c, w, up, m, d, ce.mass);
-    return gradient_of(c, w, up, m, d, formula_of(c, w, m, d, ce.u_label), ce.du_label, RowScale<T>());
+    if (c.p.soft) return soft_gradient_of(c, up, m, d, ce.mass);
+    return gradient_of(up, m, d, formula_of(c, w, m, d, ce.u_label), ce.du_label, RowScale<T>());
   }
 
   // The sums of shares and own derivatives over the selected classes beyond the first rank, which lie in the lanes.
@@ -477,8 +474,10 @@ void emit_batch(SelectCall<T>& call, const Partial& phis, const T* held, Partial
           if (y < 0) continue;
           RowWeights<T> w = c.weights(row, call.ce ? y : 0);
           T loss = static_cast<T>(call.formula(held[row], 0, 0, 0, call.phi).loss[0]);
-          if (call.ce) c.emit(row, w, held[2 * n + row], held[3 * n + row] + loss, sums);
+          T ce = call.ce ? held[2 * n + row] : 0, extra = call.ce ? held[3 * n + row] + loss : 0;
+          if (call.ce) c.emit(row, w, ce, extra, sums);
           else c.emit(row, w, loss, 0, sums);
+          if (c.stats && call.ce && !c.counted(w, ce + extra)) c.stat(5, row) = kLeftOut;
         }
       });
 }
@@ -505,7 +504,7 @@ void select_forward(const Context<T>& c, Partial& total) {
     RowSums r = rows.read(row, y, ce);
     if (call.ce) {
       if (!c.p.soft) rows.at_label(y, ce);
-      rows.cross_entropy_loss(w, ce, true);
+      rows.cross_entropy_loss(w, ce);
     }
     double beyond, own, phi = plan.kind == Uncertainty::none ? 0 : call.phi_of(r);
     rows.selected_sums(r, beyond, own);
@@ -540,6 +539,7 @@ void select_forward(const Context<T>& c, Partial& total) {
     if (call.ce) c.emit(row, w, ce.loss, ce.extra + loss, sums);
     else c.emit(row, w, loss, 0, sums);
     if (c.stats && c.p.loss == id_tta && !c.counted(w, loss)) c.stat(1, row) = class_to_number<T>(kNotCounted);
+    if (c.stats && call.ce && !c.counted(w, ce.loss + (ce.extra + loss))) c.stat(5, row) = kLeftOut;
     if (!c.ahead()) return;
     T up = c.upstream(row, w);
     SelectGradient<T> g = rows.gradient(r, result, up, rows.rank.index[0]);
@@ -562,8 +562,13 @@ RowSums saved_sums(const Context<T>& c, int64_t row) {
   return {0, c.stat(0, row), c.stat(1, row)};
 }
 
-// The batch's phi, and the derivative of the whole loss with respect to that of one row. Only statistics are read, and, for a
-// reduction that depends on the sign of a loss, the logits of the labels.
+// Has a row of ADR a gradient of its own?
+template <class T>
+bool saved_as_counted(const SelectCall<T>& call, int64_t row, const RowWeights<T>& w, const SelectResult<vd>& result) {
+  return call.ce ? !(call.c.stat(5, row) < 0) : call.c.counted(w, static_cast<T>(result.loss[0]));
+}
+
+// The batch's phi, and the derivative of the whole loss with respect to that of one row. Only statistics are read.
 template <class T>
 void begin_batch(SelectCall<T>& call) {
   const Context<T>& c = call.c;
@@ -575,20 +580,17 @@ void begin_batch(SelectCall<T>& call) {
           if (c.label(row) >= 0) sums.sum += call.phi_of(saved_sums(c, row)), sums.mass += 1;
       });
   call.phi = phis.mass > 0 ? phis.sum / phis.mass : 0;
-  bool signs = call.ce && c.p.reduction == Reduction::above_zero;
-  auto make = [&] { return SelectRows<T>(call); };
-  for_chunks(c.p, 8192, 1, &slopes, make, [&](SelectRows<T>& rows, int64_t begin, int64_t end, Partial& sums) {
-    for (int64_t row = begin; row < end; ++row) {
-      int64_t y = c.label(row);
-      if (y < 0) continue;
-      RowWeights<T> w = c.weights(row, call.ce ? y : 0);
-      SelectResult<vd> result = call.formula(call.saved_shares(saved_sums(c, row), c.stat(2, row)), 0, 0, 0, call.phi);
-      CrossEntropyRow<T> ce;
-      if (signs) ce = rows.saved_cross_entropy(row, y, w);
-      if (c.counted(w, ce.loss + ce.extra + static_cast<T>(result.loss[0])))
-        sums.sum += static_cast<double>(c.upstream(row, w)) * result.slope[0];
-    }
-  });
+  for_chunks(
+      c.p, 8192, 1, &slopes, [] { return 0; },
+      [&](int, int64_t begin, int64_t end, Partial& sums) {
+        for (int64_t row = begin; row < end; ++row) {
+          int64_t y = c.label(row);
+          if (y < 0) continue;
+          RowWeights<T> w = c.weights(row, call.ce ? y : 0);
+          SelectResult<vd> result = call.formula(call.saved_shares(saved_sums(c, row), c.stat(2, row)), 0, 0, 0, call.phi);
+          if (saved_as_counted(call, row, w, result)) sums.sum += static_cast<double>(c.upstream(row, w)) * result.slope[0];
+        }
+      });
   call.batch_slope = phis.mass > 0 ? slopes.sum / phis.mass : 0;
 }
 
@@ -618,11 +620,12 @@ void select_backward(const Context<T>& c) {
       RowSums r = saved_sums(c, row);
       r.m = rows.find_picked(-1, last);
       CrossEntropyRow<T> ce;
-      if (call.ce) ce = rows.saved_cross_entropy(row, y, w);
+      if (call.ce) ce = rows.saved_cross_entropy(row, y);
       double phi = plan.batch ? call.phi : call.phi_of(r);
       SelectResult<vd> result = call.formula(call.saved_shares(r, c.stat(2, row)), 0, 0, 0, phi);
-      bool counts = c.counted(w, ce.loss + ce.extra + static_cast<T>(result.loss[0]));
+      bool counts = saved_as_counted(call, row, w, result);
       if (!counts && !plan.batch) return rows.zero(row);
+      if (!counts) ce.d = 1;  // a sum again; its part of the gradient is 0
       g = rows.gradient(r, result, counts ? up : 0, first);
       if (call.ce) {
         g.ce = rows.cross_entropy_gradient(w, counts ? up : 0, ce);

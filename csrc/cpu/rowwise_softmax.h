@@ -207,10 +207,10 @@ SoftmaxResult<typename Lanes<T>::V> formula_of(const Context<T>& c, const RowWei
   return softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
 }
 template <class T>
-SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d,
-                               const SoftmaxResult<typename Lanes<T>::V>& result, T du_label, const RowScale<T>& norm) {
+SoftmaxGradient<T> gradient_of(T up, T m, T d, const SoftmaxResult<typename Lanes<T>::V>& result, T du_label,
+                               const RowScale<T>& norm) {
   SoftmaxGradient<T> g;
-  g.counts = c.counted(w, result.loss[0] + result.extra[0]);
+  g.counts = !(d < 0);
   g.m = m, g.scale = norm.scale;
   g.slope = up * result.slope[0], g.pull = up * result.pull[0];
   g.label = static_cast<T>(up * result.label[0] * du_label * norm.share);
@@ -220,10 +220,10 @@ SoftmaxGradient<T> gradient_of(const Context<T>& c, const RowWeights<T>& w, T up
 }
 // With class probabilities as the target.
 template <class T>
-SoftmaxGradient<T> soft_gradient_of(const Context<T>& c, const RowWeights<T>& w, T up, T m, T d, T mass) {
+SoftmaxGradient<T> soft_gradient_of(const Context<T>& c, T up, T m, T d, T mass) {
   SoftmaxGradient<T> g;
   T lse = m + static_cast<T>(__builtin_log(d));
-  g.counts = c.counted(w, 1);  // a loss that is not above zero has no gradient of its own
+  g.counts = !(d < 0);
   g.m = m, g.pull = up * c.k.main;
   g.slope = up * (c.k.main * mass + 2 * c.k.own[3] * lse) / d;
   return g;
@@ -307,12 +307,13 @@ void soft_forward(SoftmaxRows<T>& rows, int64_t row, Partial& sums) {
   });
   RowWeights<T> w = c.weights(row, 0);
   T z = c.k.own[3], d = static_cast<T>(online.sum);
-  c.emit(row, w, static_cast<T>(loss), z > 0 ? static_cast<T>(z * lse * lse) : 0, sums);
+  T total = static_cast<T>(loss), extra = z > 0 ? static_cast<T>(z * lse * lse) : 0;
+  c.emit(row, w, total, extra, sums);
   if (!c.stats) return;
   c.stat(0, row) = online.centre();
-  c.stat(1, row) = d;
+  c.stat(1, row) = c.counted(w, total + extra) ? d : kLeftOut;
   c.stat(2, row) = static_cast<T>(mass);
-  if (c.ahead()) rows.write(row, 0, soft_gradient_of(c, w, c.upstream(row, w), online.centre(), d, static_cast<T>(mass)));
+  if (c.ahead()) rows.write(row, 0, soft_gradient_of(c, c.upstream(row, w), online.centre(), d, static_cast<T>(mass)));
 }
 
 template <class T>
@@ -363,11 +364,11 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       if (!c.stats) continue;
       T mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
       c.stat(0, row) = online.centre();
-      c.stat(1, row) = d;
+      c.stat(1, row) = c.counted(w, result.loss[0] + result.extra[0]) ? d : kLeftOut;
       if (norm) c.stat(2, row) = others, c.stat(3, row) = mean_x;
       if (!c.ahead()) continue;
       RowScale<T> scaled = norm ? RowScale<T>(c, others, *x.raw(y, 1), mean_x) : RowScale<T>();
-      rows.write(row, y, gradient_of(c, w, c.upstream(row, w), online.centre(), d, result, du_label, scaled));
+      rows.write(row, y, gradient_of(c.upstream(row, w), online.centre(), d, result, du_label, scaled));
     }
   });
 }
@@ -388,13 +389,13 @@ void softmax_backward(const Context<T>& c) {
       T up = c.upstream(row, w), m = c.stat(0, row), d = c.stat(1, row);
       if (c.p.soft) {
         rows.target.seek(row);
-        rows.write(row, y, soft_gradient_of(c, w, up, m, d, c.stat(2, row)));
+        rows.write(row, y, soft_gradient_of(c, up, m, d, c.stat(2, row)));
         continue;
       }
       RowScale<T> scaled = norm ? RowScale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
       T du_label;
       double u_label = rows.at_label(y, scaled.scale, du_label);
-      rows.write(row, y, gradient_of(c, w, up, m, d, formula_of(c, w, m, d, u_label), du_label, scaled));
+      rows.write(row, y, gradient_of(up, m, d, formula_of(c, w, m, d, u_label), du_label, scaled));
     }
   });
 }
