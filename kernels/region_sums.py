@@ -139,10 +139,10 @@ def class_losses(
     mass = tl.sum(mass, 0)
     total = tl.sum(total, 0)
     if REDUCTION == MEAN:
-        total = tl.where(mass > 0, total / tl.where(mass > 0, mass, 1.0), 0.0)
+        total = tl.where(mass != 0, total / tl.where(mass != 0, mass, 1.0), 0.0)
     n = tl.num_programs(0)
     tl.store(p_images + i_image, total)
-    tl.store(p_images + n + i_image, tl.where(mass > 0, 1.0, 0.0))
+    tl.store(p_images + n + i_image, tl.where(mass != 0, 1.0, 0.0))
     if p_slopes is not None:
         for start in range(0, C, BLOCK):
             o_c = start + tl.arange(0, BLOCK)
@@ -152,7 +152,7 @@ def class_losses(
                 w = tl.load(p_weight + o_c, o_c < C, other=0.0).to(tl.float64) if p_weight is not None else factor
                 factor = tl.where(r.present, w, 0.0) if EXCLUDE else factor * w
                 if REDUCTION == MEAN:
-                    factor = tl.where(mass > 0, factor / tl.where(mass > 0, mass, 1.0), 0.0)
+                    factor = tl.where(mass != 0, factor / tl.where(mass != 0, mass, 1.0), 0.0)
             at = p_slopes + i_image * 2 * C + o_c
             tl.store(at, tl.where(factor == 0, 0.0, factor * r.pull).to(p_slopes.dtype.element_ty), o_c < C)
             tl.store(at + C, tl.where(factor == 0, 0.0, factor * r.push).to(p_slopes.dtype.element_ty), o_c < C)

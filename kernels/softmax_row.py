@@ -91,7 +91,7 @@ def sums_add(
         moment = moment * shrink + tl.sum(tl.where(u == -float("inf"), 0.0, e * x), 1)
     if SMOOTH:
         w = tl.where(other, load_classes(p_weight, o_c, C, 1.0, ACC), 0.0)
-        step = tl.where(seen > 0, base - tl.where(s.m == -float("inf"), 0.0, s.m), 0.0)
+        step = tl.where(seen != 0, base - tl.where(s.m == -float("inf"), 0.0, s.m), 0.0)
         spread = spread + step * seen + tl.sum(tl.where(w == 0, 0.0, w * (base[:, None] - u)), 1)
         seen = seen + tl.sum(w, 1)
     return Sums(m, d, moment, spread, seen)
@@ -104,8 +104,8 @@ def sums_merged(a, b, late):
     base = tl.where(m == -float("inf"), 0.0, m)
     a_shrink = exp((a.m - base) * late)
     b_shrink = exp((b.m - base) * late)
-    a_step = tl.where(a.seen > 0, base - tl.where(a.m == -float("inf"), 0.0, a.m), 0.0)
-    b_step = tl.where(b.seen > 0, base - tl.where(b.m == -float("inf"), 0.0, b.m), 0.0)
+    a_step = tl.where(a.seen != 0, base - tl.where(a.m == -float("inf"), 0.0, a.m), 0.0)
+    b_step = tl.where(b.seen != 0, base - tl.where(b.m == -float("inf"), 0.0, b.m), 0.0)
     spread = (a.spread + a_step * a.seen) + (b.spread + b_step * b.seen)
     return Sums(m, a.d * a_shrink + b.d * b_shrink, a.moment * a_shrink + b.moment * b_shrink, spread, a.seen + b.seen)
 
@@ -132,7 +132,7 @@ def with_spread(r, sums, u_label, mass):
     """The row with its spread, from the sums over the other classes."""
     base = tl.where(sums.m == -float("inf"), u_label, sums.m)
     rest = tl.where(r.a > 0, log(sums.d) + r.nll_miss, (u_label - base) + r.nll)  # lse - m, by what does not cancel
-    spread = sums.spread + tl.where(sums.seen > 0, sums.seen * rest, 0.0)
+    spread = sums.spread + tl.where(sums.seen != 0, sums.seen * rest, 0.0)
     spread += tl.where(mass == 0, 0.0, mass * r.nll)
     return SoftmaxRow(r.a, r.hit, r.miss, r.nll, r.nll_miss, r.lse, spread, r.w, r.classes, r.weight_sum, r.main)
 

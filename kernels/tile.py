@@ -186,14 +186,16 @@ def upstream(p_grad, p_saved, rows, labels, weights, REDUCTION: tl.constexpr, EX
         main = tl.load(p_saved)
         extra = tl.load(p_saved + 1)
         if EXTRA:
-            return g * _inverse(extra) * weights.s, extra * _inverse(main)
+            # A second term whose divisor is 0 has next to no share.
+            each = tl.where(extra != 0, _inverse(extra), 1e-30 * _inverse(main))
+            return g * each * weights.s, tl.where(extra != 0, extra * _inverse(main), 1e30)
         else:
             return g * _inverse(main) * weights.s, 1.0
 
 
 @triton.jit
 def _inverse(divisor):
-    return tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)
+    return tl.where(divisor != 0, 1.0 / tl.where(divisor != 0, divisor, 1.0), 0.0)
 
 
 @triton.jit
@@ -239,5 +241,5 @@ def finish(
 @triton.jit
 def _divide(total, mass):
     """0 when nothing counts, unless a NaN is to show."""
-    some = mass > 0
+    some = mass != 0
     return tl.where(some, total / tl.where(some, mass, 1.0), tl.where(total == total, 0.0, total))

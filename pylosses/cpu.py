@@ -56,10 +56,10 @@ def _pointer(tensor: Tensor | None) -> int:
 def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
     """The arguments that forward and backward share, in the order of csrc/cpu/bindings.cpp."""
     y, soft = call.y, call.soft
-    normalizer = -1.0  # none
+    normalizer = -math.inf  # none
     if call.normalizer is not None:
         normalizer = float(call.normalizer)
-        normalizer = normalizer if normalizer > 0 else 0.0  # a tensor may hold anything: what is no divisor counts nothing
+        normalizer = math.inf if normalizer == -math.inf else normalizer  # a tensor may hold anything
     return (
         _LOSSES[call.kernel][0],
         _DTYPE[x.dtype],

@@ -373,7 +373,10 @@ def _with_one_divisor(call: Call, rows: Rows, factors: Factors, workspace: int) 
     mass, count = rows.masses(call.weight, rows.live)
     if two:  # one divisor goes into the class weights, which the z-term does not see
         assert call.weight is not None
-        call, mass = call._replace(weight=call.weight * (count / mass if mass > 0 else 0.0)), count
+        if count == 0:  # the z-term counts nothing
+            call = call._replace(scalars=(*call.scalars[:3], 0.0, *call.scalars[4:]))
+        else:
+            call, mass = call._replace(weight=call.weight * (count / mass if mass != 0 else 0.0)), count
     return call._replace(normalizer=mass), rows
 
 
@@ -412,5 +415,5 @@ def _reduced(call: Call, losses: Tensor, rows: Rows, gradients: Gradients) -> Te
     if call.normalizer is not None:
         mass = float(call.normalizer)
     total = losses.sum(dtype=torch.float64)
-    gradients.factor = 1 / mass if mass > 0 else 0.0
-    return (total / mass if mass > 0 else torch.where(total.isnan(), total, 0)).to(losses.dtype)
+    gradients.factor = 1 / mass if mass != 0 else 0.0
+    return (total / mass if mass != 0 else torch.where(total.isnan(), total, 0)).to(losses.dtype)

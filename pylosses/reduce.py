@@ -5,7 +5,8 @@
     mean        sum of s_n L_n / sum of s_n w_n        over live rows
     above_zero  the same over live rows with L_n > 0
 
-with s_n = sample_weight and w_n the row's mass (its class weight, or 1). A divisor of zero gives 0, connected to the graph.
+with s_n = sample_weight and w_n the row's mass (its class weight, or 1). A divisor of zero gives 0, connected to the graph; any
+other divides, one below zero or NaN too.
 The fused kernels do this themselves, in the same call.
 """
 
@@ -59,5 +60,5 @@ def _divide(total: Tensor, mass: Tensor, normalizer: float | Tensor | None) -> T
     if normalizer is not None:
         mass = normalizer.to(total)
     mass = mass.detach()
-    some = mass > 0
+    some = mass != 0
     return total * some / torch.where(some, mass, 1)

@@ -135,18 +135,77 @@ def test_no_weight_left(spec, sample, backend):
             assert float(got.loss) == 0 and bool((got.grads[0] == 0).all()), (reduction, list(zeros))
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, -2.5, NAN])
+@pytest.mark.parametrize("value", [0.0, -1.0, -2.5, INF, -INF, NAN])
 @pytest.mark.parametrize("function", ["cross_entropy", "hem_loss"])
 @pytest.mark.parametrize("backend", HEM)
-def test_normalizer_that_is_no_divisor(backend, function, value):
-    """A tensor that cannot be divided by gives 0 (or an error that names it); it is never taken for "no normalizer"."""
+def test_normalizer_of_any_value(backend, function, value):
+    """A tensor divides as it is, and NaN shows; 0 gives 0. It is never taken for "no normalizer"."""
     x, y = torch.randn(4, 5, requires_grad=True), torch.arange(4)
-    try:
-        loss = getattr(pylosses, function)(x, y, reduction="mean", normalizer=torch.tensor(value), backend=backend)
-    except ValueError as error:
-        assert "normalizer" in str(error)
-        return
-    zero_and_connected(f"normalizer {value}", loss, x)
+    loss = getattr(pylosses, function)(x, y, reduction="mean", normalizer=torch.tensor(value), backend=backend)
+    if value == 0:
+        return zero_and_connected("normalizer 0", loss, x)
+    (grad,) = torch.autograd.grad(loss, x)
+    total = getattr(pylosses, function)(x, y, reduction="sum", backend=backend)
+    (whole,) = torch.autograd.grad(total, x)
+    close("loss", loss, total / value, rtol=1e-6)
+    if value == value:
+        close("gradient", grad, whole / value, rtol=1e-6)
+    assert bool(grad.isnan().any()) == (value != value)
+
+
+@pytest.mark.parametrize("shape", [(13,), (1, 13, 1)], ids=["rows", "pixels"])
+@pytest.mark.parametrize("sum_is", ["below zero", "zero"])
+@pytest.mark.parametrize("which", ["weight", "sample_weight"])
+@pytest.mark.parametrize(("spec", "sample", "backend"), ROWS)
+def test_weights_that_sum_to_nothing_or_less(spec, sample, backend, which, sum_is, shape):
+    """Some weights are negative: the quotient, as torch has it, and 0 where the divisor is exactly 0."""
+    c = case(spec, sample, "plain", torch.float64)
+    if which == "weight" and spec.inputs == "unlabelled":
+        pytest.skip("no labels, no class weights")
+    y = c.inputs[1] if spec.inputs == "labelled" else torch.zeros(13, dtype=torch.int64)
+    live = y != IGNORE
+    if which == "sample_weight":
+        s, w = torch.ones(13, dtype=torch.float64), None
+        first = int(live.nonzero()[0])
+        s[first] = 1.0 - float(live.sum()) if sum_is == "zero" else -50.0
+        c = c.but(sample_weight=s.reshape(shape))
+    else:
+        s, w = torch.ones(13, dtype=torch.float64), torch.zeros(37, dtype=torch.float64)
+        a, b = y[live].unique()[:2]
+        w[a], w[b] = float((y == b).sum()), -float((y == a).sum())
+        if sum_is != "zero":
+            w = w.abs() - 5
+        c = c.but(weight=w)
+    c = c.shaped(*shape)
+    for reduction in ("mean", "above_zero"):
+        got = run(c.but(reduction=reduction), backend)
+        if c.arguments.get("z_loss") or spec.name == "cross_entropy_adr" or c.arguments.get("max_entropy") is not None:
+            wanted = run(c.but(reduction=reduction))  # two divisors, or one that depends on the rows
+            close("loss", got.loss, wanted.loss, rtol=1e-9)
+            close("gradient", got.grads[0], wanted.grads[0], rtol=1e-9)
+            continue
+        rows = run(c.but(reduction="none")).loss.reshape(13)
+        weight = w if w is not None or spec.inputs == "unlabelled" else c.arguments.get("weight")
+        mass = torch.where(live, s if weight is None else s * weight[y.clamp(min=0)], 0)
+        counted = live if reduction == "mean" else live & (rows > 0)
+        divisor = float(mass[counted].sum())
+        share = counted.double() * (0.0 if divisor == 0 else 1 / divisor)
+        close("loss", got.loss, (rows * share).sum(), rtol=1e-10)
+        wanted = run(c.but(reduction="none"), upstream=share.reshape(shape))
+        close("gradient", got.grads[0], wanted.grads[0], rtol=1e-10, atol=1e-18)
+
+
+@pytest.mark.parametrize("over", ["batch", "image"])
+@pytest.mark.parametrize("backend", backends_of(LOSSES["dice"]))
+def test_class_weights_of_dice_that_sum_to_less_than_nothing(backend, over):
+    x = torch.randn(2, 3, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = torch.arange(140).reshape(2, 70) % 3
+    weight = torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64)
+    loss = pylosses.dice_loss(x, y, weight=weight, over=over, backend=backend)
+    classes = pylosses.dice_loss(x, y, reduction="none", over=over, backend=backend)
+    wanted = (weight * classes).sum(dim=-1).div(weight.sum()).mean()
+    close("loss", loss, wanted, rtol=1e-12)
+    close("gradient", torch.autograd.grad(loss, x)[0], torch.autograd.grad(wanted, x)[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize("unused", [INF, NAN])

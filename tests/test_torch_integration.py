@@ -47,6 +47,56 @@ def detached(c: Case) -> bool:
     return bool(c.arguments.get("detach_phi")) or c.arguments.get("weight") == "prob"
 
 
+# torch's own samples ----------------------------------------------------------------------------------------------------------
+
+
+def torch_samples(name, module):
+    """What torch tests a loss with: input, target and keyword arguments, weights below zero among them."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+    from torch.testing._internal.common_modules import module_db
+
+    for op in op_db:
+        if op.name == f"nn.functional.{name}":
+            for s in op.sample_inputs("cpu", torch.float64, requires_grad=False):
+                yield s.input, *s.args, s.kwargs
+    for info in module_db:
+        if info.module_cls is module:
+            options = {"device": "cpu", "dtype": torch.float64, "requires_grad": False, "training": True}
+            for s in info.module_inputs_func(info, **options):
+                assert not s.constructor_input.args and not s.forward_input.kwargs
+                yield *s.forward_input.args, s.constructor_input.kwargs
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0], ids=["as they are", "weights below zero"])
+@pytest.mark.parametrize(
+    ("name", "module"), [("cross_entropy", torch.nn.CrossEntropyLoss), ("multi_margin_loss", torch.nn.MultiMarginLoss)]
+)
+@pytest.mark.parametrize("backend", CE)
+def test_samples_of_torch(backend, name, module, shift):
+    torch.manual_seed(0)
+    negative = seen = 0
+    for x, y, options in torch_samples(name, module):
+        if x.dim() == 0 or options.get("margin", 1.0) < 0:
+            continue  # a number is no vector of classes; a margin is a distance
+        x, options = x.detach().requires_grad_(), dict(options)
+        if options.get("weight") is not None:
+            options["weight"] = options["weight"] + shift
+            negative += bool(options["weight"].sum() < 0)
+        wanted = getattr(torch.nn.functional, name)(x, y, **options)
+        if name == "multi_margin_loss":
+            y = y.reshape(x.shape[:-1])
+            if "p" in options:
+                options["power"] = float(options.pop("p"))
+            if options.get("reduction", "mean") == "mean":
+                options["normalizer"] = float(y.numel())  # torch divides by the number of rows
+        loss = getattr(pylosses, name)(x, y, backend=backend, **options)
+        up = torch.randn(wanted.shape, dtype=torch.float64)
+        close(f"{name} {tuple(x.shape)} {options}", loss, wanted, rtol=1e-12)
+        close(f"{name} gradient", *(torch.autograd.grad(v, x, up)[0] for v in (loss, wanted)), rtol=1e-11, atol=1e-15)
+        seen += 1
+    assert seen >= 15 and negative >= 1
+
+
 # Derivatives ------------------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,9 @@ struct RowWeights {
   T s;     // sample weight
 };
 
+// The share of a second term whose divisor is 0, while the first has one.
+constexpr double kNothing = 1e-30;
+
 // In the place of a row's sum of exponentials: the reduction left the row out.
 constexpr int kLeftOut = -1;
 
@@ -188,20 +191,23 @@ struct Context {
     keep_divisors(sums);
     return divide(sums.sum, divisor(sums.mass)) + divide(sums.extra, divisor(sums.extra_mass));
   }
-  double divisor(double mass) const { return p.reduction == Reduction::sum ? 1 : p.normalizer >= 0 ? p.normalizer : mass; }
+  double divisor(double mass) const {
+    return p.reduction == Reduction::sum ? 1 : p.normalizer == -__builtin_inf() ? mass : p.normalizer;
+  }
   void keep_divisors(const Partial& sums) const {
     if (!divisors) return;
     divisors[0] = static_cast<T>(divisor(sums.mass));
     divisors[1] = static_cast<T>(divisor(sums.extra_mass));
   }
-  static double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
+  // 0 when nothing counts, unless a NaN is to show
+  static double divide(double sum, double mass) { return mass != 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
   // The factor that the gradients of all rows share, and the share of the main term where a second term has another divisor.
   void set_base(double g, double mass, double extra_mass) {
-    double main = mass > 0 ? 1 / mass : 0, extra = extra_mass > 0 ? 1 / extra_mass : 0;
+    double main = mass != 0 ? 1 / mass : 0, extra = extra_mass != 0 ? 1 / extra_mass : kNothing * main;
     bool two = p.loss == id_cross_entropy_adr || (has_cross_entropy(p.loss) && p.scalars[3] > 0);
     base = g * (two ? extra : main);
-    if (two) k.main = static_cast<T>(extra > 0 ? main / extra : 0);
+    if (two) k.main = static_cast<T>(extra != 0 ? main / extra : 0);
   }
   void begin_backward() {
     if (p.reduction != Reduction::none) set_base(*static_cast<const T*>(p.grad_out), divisors[0], divisors[1]);

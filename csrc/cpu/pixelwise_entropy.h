@@ -51,7 +51,9 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
       EntropyResult<V> result = entropy_formula<T>(c.p.loss, c.k, EntropyRow<V>{log_d - mu});
       store(t.live + r, where(result.mass != 0, load(t.live + r), V{}));
       t.emit(r, result.loss, V{});
-      if (c.stats) t.save(0, r, s.m), t.save(1, r, s.d), t.save(2, r, mu), t.save(3, r, result.slope);
+      if (c.stats)
+        t.save(0, r, s.m), t.save(1, r, s.d), t.save(2, r, mu),
+            t.save(3, r, where(t.counted(r, result.loss), result.slope, V{}));
       if (c.ahead()) g.set(t, r, s.m, s.d, mu, result.slope);
     }
     if (c.ahead()) g.write(t);

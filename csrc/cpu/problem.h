@@ -48,7 +48,7 @@ struct Problem {
   const void *weight, *shift, *factor, *sample_weight;
   double scalars[kMaxScalars];
   Reduction reduction;
-  double normalizer;  // negative when absent
+  double normalizer;  // -inf when absent
   int threads;
 
   void* loss_out;  // (rows) or one number, accumulation type

@@ -77,7 +77,7 @@ struct Region {
     }
     if (c.p.reduction == Reduction::none) return;
     sum += lost;
-    bool counts = mass > 0;
+    bool counts = mass != 0;
     double share = !mean ? 1 : counts ? 1 / mass : 0;
     for (int64_t i = 0; k && i < 2 * c.p.classes; ++i) k[i] *= share;
     if (!mean) total.sum += sum;

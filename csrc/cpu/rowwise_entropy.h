@@ -81,7 +81,7 @@ void entropy_forward(const Context<T>& c, Partial& total) {
       if (w.mass != 0) c.emit(row, w, result.loss[0], 0, sums);
       else c.emit_ignored(row);
       if (!c.stats) continue;
-      T m = online.centre(), slope = result.slope[0];
+      T m = online.centre(), slope = c.counted(w, result.loss[0]) ? result.slope[0] : 0;
       c.stat(0, row) = m;
       c.stat(1, row) = static_cast<T>(d);
       c.stat(2, row) = static_cast<T>(mu);

@@ -14,7 +14,7 @@ PYL_DEVICE void sums_of(const double* partial, int blocks, double (&v)[4]) {
 }
 
 // 0 when nothing counts, unless a NaN is to show
-PYL_DEVICE double divide(double sum, double mass) { return mass > 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
+PYL_DEVICE double divide(double sum, double mass) { return mass != 0 ? sum / mass : (sum == sum ? 0.0 : sum); }
 
 template <class T>
 PYL_KERNEL(kFinishThreads)

@@ -186,7 +186,7 @@ region_areas(PYL_PARAMETER Call<T> c, PYL_PARAMETER RegionPlan<T> plan) {
       if (plan.pushes) plan.pushes[2 * (from + j)] = w * r.push, plan.pushes[2 * (from + j) + 1] = w * r.pull;
     }
     add_up(g, v);
-    bool counts = v[1] > 0;
+    bool counts = v[1] != 0;
     double share = !mean ? 1 : counts ? 1 / v[1] : 0;
     if (plan.pushes && mean)  // each thread what it has written
       for (int j = g.rank; j < c.classes; j += g.size)
@@ -214,7 +214,7 @@ region_loss(PYL_PARAMETER Call<T> c, PYL_PARAMETER RegionPlan<T> plan) {
   }
   if (c.reduction == Reduction::none) return;
   double loss = plan.dice_weight * (mean && v[1] > 0 ? v[0] / v[1] : v[0]);
-  if (plan.ce) loss += plan.ce_weight * ((mass > 0 ? rows / mass : 0) + (extra_mass > 0 ? plan.of_rows[2] / extra_mass : 0));
+  if (plan.ce) loss += plan.ce_weight * ((mass != 0 ? rows / mass : 0) + (extra_mass != 0 ? plan.of_rows[2] / extra_mass : 0));
   *c.out = static_cast<T>(rows == rows ? loss : rows);  // a bad label shows
 }
 

@@ -126,6 +126,9 @@ PYL_DEVICE T saved(const Call<T>& c, const Place& p, int i, bool live) {
   return live ? c.stat(i, p.row) : T(0);
 }
 
+// The share of a second term whose divisor is 0, while the first has one.
+constexpr double kNothing = 1e-30;
+
 // The factor of a row's gradient, and that of the main term beside an extra term with a divisor of its own.
 template <class T>
 struct Upstream {
@@ -136,8 +139,8 @@ PYL_DEVICE Upstream<T> upstream_of(const Call<T>& c, const Place& p, const Label
   if (!label.live) return {0, 1};
   if (c.reduction == Reduction::none) return {c.up[p.row] * w.s, 1};
   T main = c.divisors[0], extra = c.divisors[1];
-  T by_main = main > 0 ? 1 / main : T(0), by_extra = extra > 0 ? 1 / extra : T(0);
-  if (c.two_divisors) return {c.up[0] * by_extra * w.s, extra > 0 ? by_main * extra : T(0)};
+  T by_main = main != 0 ? 1 / main : T(0), by_extra = extra != 0 ? 1 / extra : T(kNothing) * by_main;
+  if (c.two_divisors) return {c.up[0] * by_extra * w.s, extra != 0 ? by_main * extra : T(1 / kNothing)};
   return {c.up[0] * by_main * w.s, 1};
 }
 

@@ -99,7 +99,7 @@ template <class T>
 PYL_DEVICE T spread_of(const Sums<T>& s, const SoftmaxRow<T>& r, T mass) {
   T base = s.m == -infinity<T>() ? r.u_label : s.m;
   T rest = (r.s > 0 ? log(s.d) : r.u_label - base) + r.log_total();
-  T spread = s.seen > 0 ? s.spread + s.seen * rest : s.spread;
+  T spread = s.seen != 0 ? s.spread + s.seen * rest : s.spread;
   return mass == 0 ? spread : spread + mass * r.nll();
 }
 

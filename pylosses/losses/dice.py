@@ -42,7 +42,7 @@ def reference(rows: Rows, *, smooth: float, over: str, absent: str, sample_weigh
     if reduction == "sum":
         return totals.sum().to(rows.x.dtype)
     mass = w.sum(dim=1)
-    counted = mass > 0
+    counted = mass != 0
     means = torch.where(counted, totals, 0) / torch.where(counted, mass, 1)
     return (means.sum() / counted.sum().clamp(min=1)).to(rows.x.dtype)
 

@@ -356,7 +356,7 @@ struct Buffers {
       p.reduction = r.below(2) ? Reduction::mean : Reduction::sum;
       p.sample_weight = nullptr;
     }
-    p.normalizer = p.reduction == Reduction::mean && r.below(4) == 0 ? 7.5 : -1;
+    p.normalizer = p.reduction == Reduction::mean && r.below(4) == 0 ? 7.5 : -__builtin_inf();
     int64_t losses = p.reduction == Reduction::none ? p.rows : 1;
     loss = make(static_cast<size_t>(losses) * number, guard);
     saved = make(saved_bytes(c, number), guard);
