@@ -25,7 +25,7 @@ from .softmax_row import (
     sums_merged,
     weight_sum,
 )
-from .tile import counted, emit, labels_of, numbers, rows_of, save, saved, upstream, weights_of
+from .tile import LEFT_OUT, counted, emit, labels_of, numbers, rows_of, save, saved, upstream, weights_of
 from .tuning import ROWS_ALONE
 
 __all__ = ["SLOPES", "constants", "forward", "gradient", "slopes", "weight_sum"]
@@ -131,7 +131,8 @@ def losses(
     )
     emit(p_loss, p_partial, p_saved, rows, labels, weights, result.loss, result.extra, REDUCTION)
     save(p_saved, rows, count, 0, s.m, live)
-    save(p_saved, rows, count, 1, s.d, live)
+    left_in = counted(labels, weights, result.loss + result.extra, REDUCTION)
+    save(p_saved, rows, count, 1, tl.where(left_in, s.d, LEFT_OUT), live)
     if NORM:
         save(p_saved, rows, count, 3, tl.where(s.d == 0, 0.0, s.moment / tl.where(s.d == 0, 1.0, s.d)), live)
 
@@ -157,7 +158,7 @@ def slopes(
     result = backward_result(
         m, d, x_label, labels, weights, main, late, k, p_shift, p_weight_sum, C, FORMULA, OPTIONS, SCALED, CAPPED, ACC
     )
-    live = counted(labels, weights, result.loss + result.extra, REDUCTION)
+    live = live & ((d < 0) == 0)
     s = slopes_of(result, m, d, up)
     drag = tl.zeros((ROWS,), ACC)
     if NORM:

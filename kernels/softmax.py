@@ -17,6 +17,7 @@ from .launch import backward_pass, forward_pass
 from .norm import late_of, others, squares_add, with_norm
 from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
+    LEFT_OUT,
     counted,
     emit,
     labels_of,
@@ -77,7 +78,7 @@ def forward(
     emit(p_loss, p_partial, p_saved, rows, labels, weights, result.loss, result.extra, REDUCTION)
     d = sums.d
     save(p_saved, rows, count, 0, sums.m, live)
-    save(p_saved, rows, count, 1, d, live)
+    save(p_saved, rows, count, 1, tl.where(counted(labels, weights, result.loss + result.extra, REDUCTION), d, LEFT_OUT), live)
     if NORM:
         save(p_saved, rows, count, 2, rest, live)
         save(p_saved, rows, count, 3, tl.where(d == 0, 0.0, sums.moment / tl.where(d == 0, 1.0, d)), live)
@@ -112,7 +113,7 @@ def backward(
         m, d, x_label, labels, weights, main, late, k, p_shift, p_weight_sum, C,
         FORMULA, OPTIONS, SCALED, CAPPED, ACC,
     )  # fmt: skip
-    live = counted(labels, weights, result.loss + result.extra, REDUCTION)
+    live = live & ((d < 0) == 0)
     s = slopes_of(result, m, d, up)
     if NORM:
         s, drag = with_norm(s, up * result.slope, x_label, rest, saved(p_saved, rows, count, 3, live), late, k)

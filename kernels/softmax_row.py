@@ -24,7 +24,7 @@ class SoftmaxRow(NamedTuple):
     nll: Any  # -log p_y
     nll_miss: Any  # -log(1 - p_y)
     lse: Any  # over all classes
-    spread: Any  # sum_j w_j (lse - u_j), for smoothing; in backward 1, since its sign alone matters there
+    spread: Any  # sum_j w_j (lse - u_j), for smoothing; in backward not there
     w: Any  # class weight and factor of the label
     classes: Any  # C
     weight_sum: Any  # sum of the class weights, or C

@@ -16,6 +16,8 @@ SUM = tl.constexpr(1)
 MEAN = tl.constexpr(2)
 ABOVE_ZERO = tl.constexpr(3)
 
+LEFT_OUT = tl.constexpr(-1.0)  # in the place of a row's sum of exponentials: the reduction left the row out
+
 
 @triton.jit
 def numbers(k0, k1, k2, k3, ACC: tl.constexpr):

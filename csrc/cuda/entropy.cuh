@@ -16,7 +16,7 @@ PYL_DEVICE void end_row(const Call<T>& c, const Place& p, Label label, const Mom
   save(c, p, 0, s.m, label.live);
   save(c, p, 1, d, label.live);
   save(c, p, 2, mu, label.live);
-  save(c, p, 3, result.slope, label.live);
+  save(c, p, 3, counted(c, w, result.loss) ? result.slope : T(0), label.live);
 }
 
 template <class D, class G>

@@ -75,6 +75,9 @@ PYL_DEVICE bool counted(const Call<T>& c, const Weights<T>& w, T loss) {
   return c.reduction != Reduction::above_zero || !(w.s * loss <= 0);
 }
 
+// In the place of a row's sum of exponentials: the reduction left the row out.
+constexpr int kLeftOut = -1;
+
 // What a thread has of the sums of its block.
 template <class T>
 struct Totals {

@@ -59,7 +59,7 @@ PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, co
   if (label.live) row = c.soft ? soft_loss_of(c, s) : loss_of(c, c.loss, s, u_label, late, w);
   emit(c, p, label, w, row.loss, row.extra, totals);
   save(c, p, 0, s.m, label.live);
-  save(c, p, 1, s.d, label.live);
+  save(c, p, 1, counted(c, w, row.loss + row.extra) ? s.d : T(kLeftOut), label.live);
   if (c.soft) save(c, p, 2, s.seen, label.live);
   if (norm) save(c, p, 2, rest, label.live), save(c, p, 3, s.d == 0 ? T(0) : s.moment / s.d, label.live);
 }

@@ -134,7 +134,7 @@ PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, int formula, T m, T 
                                           const Upstream<T>& up) {
   SoftmaxResult<T> result = softmax_formula(formula, scalars_of(c, up.main), softmax_row(m, d, u_label, late, w.w));
   SoftmaxGradient<T> g;
-  g.counts = counted(c, w, result.loss + result.extra);
+  g.counts = !(d < 0);
   g.slope = up.up * result.slope, g.pull = up.up * result.pull, g.label = up.up * result.label;
   g.slope = d == 0 ? g.slope * 0 : g.slope / d;  // no other class: nothing to push, unless the row is NaN
   g.base = centre(m);
@@ -143,7 +143,7 @@ PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, int formula, T m, T 
 template <class T>
 PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Weights<T>& w, const Upstream<T>& up) {
   SoftmaxGradient<T> g;
-  g.counts = counted(c, w, T(1));  // a loss of 0 has no gradient of its own
+  g.counts = !(d < 0);
   T slope = up.main * mass;
   if (c.k.own[3] > 0) slope += 2 * c.k.own[3] * (m + log(d));
   g.slope = up.up * slope / d, g.pull = up.up * up.main, g.base = m;
