@@ -389,6 +389,22 @@ def test_masked_class_with_mass(backend):
     assert weightless.isfinite()
 
 
+@pytest.mark.parametrize("shape", ["rows", "pixels"])
+@pytest.mark.parametrize("classes", [3, 40, 5000])
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_adr", "dice_ce"])
+@pytest.mark.parametrize("backend", backends_of(LOSSES["cross_entropy"]))
+def test_smoothing_where_the_label_alone_is_unmasked(backend, name, classes, shape):
+    """The masked classes have mass: +inf, with a finite gradient."""
+    x = torch.full((2, classes), -INF)
+    x[:, 1] = torch.tensor([1.0, -7.0])
+    c = Case(LOSSES[name], (x, torch.ones(2, dtype=torch.int64)), {"label_smoothing": 0.1}, classes)
+    c = c.but(top=1) if name == "cross_entropy_adr" else c
+    for reduction in ("mean",) if name == "dice_ce" else ("none", "mean", "above_zero"):
+        got = run((c.shaped(1, 2) if shape == "pixels" else c).but(reduction=reduction), backend)
+        assert bool((got.loss == INF).all()), got.loss
+        assert bool(got.grads[0].isfinite().all()), got.grads[0]
+
+
 def limit_at_zero(arguments: dict) -> float:
     """f(0) of target_loss."""
     kind = arguments["kind"]

@@ -76,11 +76,12 @@ struct RegionRows {
   void emit(int64_t row, const RowWeights<T>& w, const OnlineSum<T>& online, double u_label, Partial& partial) {
     SoftmaxRow<V> one = softmax_row<T>(online.centre(), static_cast<T>(online.sum), u_label, w.w);
     if (smooth) {
+      T base = online.centre();
       double spread = 0, log_d = __builtin_log(online.sum);
-      double rest = (one.s[0] > 0 ? log_d : u_label - online.m) + one.log_total()[0];
+      double rest = (one.s[0] > 0 ? log_d : u_label - base) + one.log_total()[0];
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* u = rows.x.mapped(rows.map, j, n);
-        spread += block_spread(u, c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
+        spread += block_spread(u, c.weight ? c.weight + j : nullptr, n, base, static_cast<T>(rest));
       });
       one.spread = splat<V>(static_cast<T>(spread));
     }

@@ -351,11 +351,11 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       T d = static_cast<T>(online.sum);
       SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), d, u_label, w.w);
       if (smooth) {
-        double rest = (r.s[0] > 0 ? __builtin_log(online.sum) : u_label - online.m) + r.log_total()[0];
+        T base = online.centre();  // the label may be the only class
+        double rest = (r.s[0] > 0 ? __builtin_log(online.sum) : u_label - base) + r.log_total()[0];
         double spread = 0;
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          spread +=
-              block_spread(x.mapped(rows.map, j, n), c.weight ? c.weight + j : nullptr, n, online.m, static_cast<T>(rest));
+          spread += block_spread(x.mapped(rows.map, j, n), c.weight ? c.weight + j : nullptr, n, base, static_cast<T>(rest));
         });
         r.spread = splat<typename Lanes<T>::V>(static_cast<T>(spread));
       }
