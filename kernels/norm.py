@@ -19,10 +19,18 @@ def others(x, o_c, y):
 
 
 @triton.jit
+def inverse_of(length):
+    """1 / length, and 0 where a length is so small that it would overflow: such a row is one of zeros."""
+    SMALLEST: tl.constexpr = 1e-300 if length.dtype == tl.float64 else 1e-37
+    some = length > SMALLEST
+    return tl.where(some, 1.0 / tl.where(some, length, 1.0), 0.0)
+
+
+@triton.jit
 def squares_add(squares, unit, x):
     """Sum of squares of a row in units of its largest |x_j| so far, which neither overflows nor vanishes."""
     largest = tl.maximum(unit, tl.max(tl.abs(x), 1))
-    inverse = tl.where(largest > 0, 1.0 / tl.where(largest > 0, largest, 1.0), 0.0)
+    inverse = inverse_of(largest)
     part = x * inverse[:, None]
     step = unit * inverse
     return squares * step * step + tl.sum(part * part, 1), largest
@@ -31,7 +39,7 @@ def squares_add(squares, unit, x):
 @triton.jit
 def norm_with_label(rest, x_label):
     unit = tl.maximum(rest, tl.abs(x_label))
-    inverse = tl.where(unit > 0, 1.0 / tl.where(unit > 0, unit, 1.0), 0.0)
+    inverse = inverse_of(unit)
     a = rest * inverse
     b = x_label * inverse
     return unit * tl.sqrt(a * a + b * b)
@@ -41,7 +49,7 @@ def norm_with_label(rest, x_label):
 def squares_merged(squares, unit, more, more_unit):
     """The sum of squares of both."""
     largest = tl.maximum(unit, more_unit)
-    inverse = tl.where(largest > 0, 1.0 / tl.where(largest > 0, largest, 1.0), 0.0)
+    inverse = inverse_of(largest)
     a = unit * inverse
     b = more_unit * inverse
     return squares * a * a + more * b * b, largest
@@ -60,7 +68,7 @@ def with_norm(s, slope, x_label, rest, moment, late, k):
     x_label = unmasked(x_label)
     length = norm_with_label(rest, x_label)
     wide = length + k[1]
-    per_length = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
+    per_length = inverse_of(length)
     along = (rest * per_length) * (rest / wide) + k[1] / wide + (moment * per_length) * (x_label / wide)
     label = s.label * tl.where(length == 0, 1.0, along)
     return Slopes(s.base, s.others, s.pull, label), slope * ((moment - x_label) * per_length) * (late / wide)

@@ -678,6 +678,29 @@ def test_float64_is_genuine(spec, sample, backend):
     assert 1e-13 < abs(float(moved.loss - got.loss)) < 1e-6 * max(1.0, abs(float(got.loss)))
 
 
+@pytest.mark.parametrize("shape", ["rows", "pixels"])
+@pytest.mark.parametrize("classes", [5, 40, 3000])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-15])
+@pytest.mark.parametrize("backend", backends_of(LOSSES["logit_norm"]))
+def test_logit_norm_with_a_tiny_temperature(backend, temperature, classes, shape):
+    """u is so large that its rounding is beyond exp's range; the differences of x that it comes from are not rounded."""
+    x = torch.randn(20, classes, generator=torch.Generator().manual_seed(5))
+    c = Case(LOSSES["logit_norm"], (x, torch.arange(20) % 5), {"temperature": temperature, "reduction": "none"}, classes)
+    c = c.shaped(1, 4, 5) if shape == "pixels" else c
+    got, wanted = run(c, backend), run(c.double())
+    close("loss", got.loss, wanted.loss, rtol=1e-5)
+    close("gradient", got.grads[0], wanted.grads[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", backends_of(LOSSES["logit_norm"]))
+def test_logit_norm_of_denormals(backend):
+    x = torch.tensor([[1e-40, 0.0], [0.0, 1e-40], [1e-40, -3e-41]])
+    c = Case(LOSSES["logit_norm"], (x, torch.tensor([0, 0, 1])), {"reduction": "none"}, 2)
+    got, wanted = run(c, backend), run(c.double())
+    close("loss", got.loss, torch.full((3,), 2.0).log(), rtol=1e-6)
+    close("gradient", got.grads[0], wanted.grads[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", backends_of(LOSSES["logit_norm"]))
 def test_logit_norm_of_zeros(backend):
     """A row of zeros has loss ln C and the exact gradient (p - onehot) / (T eps)."""

@@ -22,20 +22,19 @@ LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename L
   // The largest of all classes will do: with a label more than 80 above the others, their share is nothing in any case.
   V m = splat<V>(-infinity<T>()), moment{};
   for (int64_t j = 0; j < classes; ++j) m = larger(load(x + j * stride), m);
-  if (kind != Moment::none) m *= late;
   m = where(m == -infinity<T>(), V{}, m);
   auto is_label = [&](int64_t j) { return labels == static_cast<typename Lanes<T>::IntScalar>(j); };
   auto unless_label = [&](int64_t j, V v) { return All ? v : where(is_label(j), V{}, v); };
   V x_label{};
   V d = sum_over<V>(classes, [&](int64_t j) {
-    V u = load(x + j * stride), e = exp_below((kind == Moment::none ? u : u * late) - m);
+    V u = load(x + j * stride), e = exp_below(kind == Moment::none ? u - m : (u - m) * late);
     if constexpr (!All) x_label = where(is_label(j), u, x_label);  // cheaper than to gather them
     if constexpr (Keep) store(kept + j * stride, e);
     return unless_label(j, e);
   });
   if (kind != Moment::none)
     moment = sum_over<V>(classes, [&](int64_t j) {
-      V v = load(x + j * stride), u = v * late - m, e = Keep ? load(kept + j * stride) : exp_below(u);
+      V v = load(x + j * stride), u = (v - m) * late, e = Keep ? load(kept + j * stride) : exp_below(u);
       return unless_label(j, where(v == -infinity<T>(), V{}, e * (kind == Moment::of_x ? v : u)));
     });
   return {m, d, moment, x_label};
@@ -80,9 +79,9 @@ struct LaneScale {
 
 template <class V>
 PYL_INLINE SoftmaxRow<V> lane_row(V m, V d, V x_label, V late, V w) {
-  // The rounding of m - u goes to d: a loss may be e^a.
-  V u = x_label * late, s = m - u, back = s - m, lost = (m - (s - back)) - (u + back);
-  return {s, d + where(lost == lost, d * lost, V{}), w, u, m};
+  // The rounding of m - x goes to d: a loss may be e^a. Where it is no small correction, a is too large for that.
+  V s = m - x_label, back = s - m, lost = ((m - (s - back)) - (x_label + back)) * late;
+  return {s * late, d + where(absolute(lost) < 1, d * lost, V{}), w, x_label * late, m * late};
 }
 
 // sum_j q_j (lse - u_j) with lse = m + rest, as block_spread.
@@ -147,7 +146,10 @@ struct TileGradient {
     const T* e = t.exponentials;
     int64_t stride = t.stride;
     auto kept = [&](int64_t j, int64_t r) { return load(slope + r) * load(e + j * stride + r); };
-    auto fresh = [&](int64_t j, int64_t r) { return load(slope + r) * exp_below(t.u(j, r) * load(scale + r) - load(m + r)); };
+    auto fresh = [&](int64_t j, int64_t r) {
+      V d = t.u(j, r) - load(m + r);
+      return load(slope + r) * exp_below(norm ? d * load(scale + r) : d);
+    };
     auto any = [&](int64_t j, int64_t r) { return rest(j, r, c.ahead() ? kept(j, r) : fresh(j, r)); };
     if (c.p.soft) t.write(any);
     else if (c.ahead() && plain && all_on) t.write(label, kept);

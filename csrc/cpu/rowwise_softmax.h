@@ -28,13 +28,12 @@ constexpr double kDominated = 1.01;
 // A second sum beside that of e^(u - m): none, of e^(u - m) (u - m), or of e^(u - m) x.
 enum class Moment { none, about_m, of_x };
 
-// sum of e^(u - m) with m the largest u, in one pass over the blocks of a row: m rises as the blocks come.
+// sum of e^(late (u - m)) with m the largest u, in one pass over the blocks of a row: m rises as the blocks come.
 template <class T>
 struct OnlineSum {
   typedef typename Lanes<T>::V V;
   Moment kind;
-  T late;  // u = late x, multiplied in the same rounding as the subtraction of m: LogitNorm's u are large, their differences
-           // not
+  T late;  // multiplies differences of logits: LogitNorm's u = late x may be large, their differences not
   T m = -infinity<T>();
   double sum = 0, moment = 0;                               // of e^(u - m), and the second sum
   T centre() const { return m == -infinity<T>() ? 0 : m; }  // what exponentials are relative to
@@ -57,12 +56,12 @@ struct OnlineSum {
     V top[4];
     for (V& t : top) t = splat<V>(-infinity<T>());
     over_lanes(x, n, -infinity<T>(), [&](V v, int64_t, int k) { top[k] = larger(v, top[k]); });
-    return late * max_of(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+    return max_of(larger(larger(top[0], top[1]), larger(top[2], top[3])));
   }
   void raise(T top) {
     if (!(top > m)) return;
     if (sum != 0) {
-      double step = static_cast<double>(m) - top, shrink = __builtin_exp(step);
+      double step = (static_cast<double>(m) - top) * late, shrink = __builtin_exp(step);
       if (kind == Moment::about_m) moment += step * sum;
       sum *= shrink, moment *= shrink;
     }
@@ -85,7 +84,7 @@ struct OnlineSum {
     bool of_x = kind == Moment::of_x;
     over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
       fetch(x + kBlock + i);
-      V d = v * late - base, e = exp_below(d);
+      V d = (v - base) * late, e = exp_below(d);
       s[k] += e;
       sm[k] += where(v == -infinity<T>(), V{}, e * (of_x ? v : d));  // a masked class counts nothing
       if (Keep) store(out + i, e);
@@ -135,8 +134,9 @@ struct RowScale {
 // |x| of a row and its largest logit, without the label's.
 template <class T>
 struct OthersNorm {
-  T norm, top = -infinity<T>();
+  T norm = 0, top = -infinity<T>();
 
+  OthersNorm() = default;
   OthersNorm(RowReader<T>& x, int64_t y) {
     typedef typename Lanes<T>::V V;
     double squares = 0;
@@ -193,7 +193,8 @@ struct SoftReader {
   }
 };
 
-// What a row's gradient is made of: dL/du_j = slope e^(u_j - m) - pull w_j, `label` at the label, less drag x_j (LogitNorm).
+// What a row's gradient is made of: dL/du_j = slope e^(scale (u_j - m)) - pull w_j, `label` at the label, less drag x_j
+// (LogitNorm).
 template <class T>
 struct SoftmaxGradient {
   T slope = 0, pull = 0, label = 0, drag = 0, m = 0, scale = 1;
@@ -202,7 +203,7 @@ struct SoftmaxGradient {
 
 // From the statistics that forward saves: with labels m and d are those of the other classes.
 template <class T>
-SoftmaxResult<typename Lanes<T>::V> formula_of(const Context<T>& c, const RowWeights<T>& w, T m, T d, double u_label) {
+SoftmaxResult<typename Lanes<T>::V> formula_of(const Context<T>& c, const RowWeights<T>& w, double m, T d, double u_label) {
   int formula = has_cross_entropy(c.p.loss) ? static_cast<int>(id_cross_entropy) : c.p.loss;
   return softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
 }
@@ -265,7 +266,7 @@ struct SoftmaxRows {
       const T* weights = c.p.soft ? target.block(j, n) : (c.weight ? c.weight + j : nullptr);
       const T *u = c.ahead() && !capped && !norm ? nullptr : x.mapped(map, j, n, capped ? du : nullptr), *e = kept.block(j);
       T slope = c.ahead() ? g.slope * kept.correction(j, g.m) : g.slope;
-      auto fresh = [&](V v) { return exp_below(v * g.scale - g.m); };
+      auto fresh = [&](V v) { return exp_below(v - g.m); };
       auto same = [](V v) { return v; };
       auto dragged = [&](V push, V v) { return push - where(v == -infinity<T>(), V{}, g.drag * v); };  // masked: no part in it
       auto weigh = [&](V push, int64_t i) { return push - (weights ? g.pull * beside(weights, i, n) : splat<V>(g.pull)); };
@@ -275,7 +276,7 @@ struct SoftmaxRows {
         else grad.map(j, u, n, [&](V v, int64_t i) { return turned(fresh(v), i); });
       } else if (norm) {
         if (c.ahead()) grad.map(j, e, n, [&](V v, int64_t i) { return dragged(slope * v, beside(u, i, n)); });
-        else grad.map(j, u, n, [&](V v, int64_t) { return dragged(slope * fresh(v), v); });
+        else grad.map(j, u, n, [&](V v, int64_t) { return dragged(slope * exp_below((v - g.m) * g.scale), v); });
       } else {
         if (c.ahead()) push(j, e, n, slope, g.pull, same, weigh);
         else push(j, u, n, slope, g.pull, fresh, weigh);
@@ -334,14 +335,15 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         if (c.ahead()) rows.grad.seek(row), rows.grad.fill(0);
         continue;
       }
-      T scale = 1, du_label, top = 0, others = 0;
+      T scale = 1, du_label, others = 0;
+      OthersNorm<T> found;
       if (norm) {
-        OthersNorm<T> found(x, y);
-        others = found.norm, scale = RowScale<T>(c, others, *x.raw(y, 1), 0).scale, top = scale * found.top;
+        found = OthersNorm<T>(x, y);
+        others = found.norm, scale = RowScale<T>(c, others, *x.raw(y, 1), 0).scale;
       }
       double u_label = rows.at_label(y, scale, du_label);
       OnlineSum<T> online(norm ? Moment::of_x : Moment::none, scale);
-      if (norm) online.raise(top);
+      if (norm) online.raise(found.top);
       over_others(x, rows.map, y, [&](const T* u, int64_t j, int64_t n) {
         T* e = c.ahead() ? rows.kept.block(j) : nullptr;
         if (x.top_known) online.raise(x.top);
@@ -349,7 +351,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       });
       RowWeights<T> w = c.weights(row, y);
       T d = static_cast<T>(online.sum);
-      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(online.centre(), d, u_label, w.w);
+      SoftmaxRow<typename Lanes<T>::V> r = softmax_row<T>(static_cast<double>(online.centre()) * scale, d, u_label, w.w);
       if (smooth) {
         T base = online.centre();  // the label may be the only class
         double rest = (r.s[0] > 0 ? __builtin_log(online.sum) : u_label - base) + r.log_total()[0];
@@ -395,7 +397,8 @@ void softmax_backward(const Context<T>& c) {
       RowScale<T> scaled = norm ? RowScale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
       T du_label;
       double u_label = rows.at_label(y, scaled.scale, du_label);
-      rows.write(row, y, gradient_of(up, m, d, formula_of(c, w, m, d, u_label), du_label, scaled));
+      auto result = formula_of(c, w, static_cast<double>(m) * scaled.scale, d, u_label);
+      rows.write(row, y, gradient_of(up, m, d, result, du_label, scaled));
     }
   });
 }

@@ -168,10 +168,10 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
       T du_label;
       to = gradient_of(c, c.loss, m, d, c.map.with_slope(x_label, y, du_label), late, w, up);
       if (norm) {  // the norm's own part of the gradient, along x; at the label the two parts all but cancel
-        T moment = saved(c, p, 3, true), wide = length + c.k.own[1], by_length = length > 0 ? 1 / length : T(0);
+        T moment = saved(c, p, 3, true), wide = length + c.k.own[1], unit = length > 0 ? length : T(1);
         x_label = unmasked(x_label);
-        T along = (rest * by_length) * (rest / wide) + c.k.own[1] / wide + (moment * by_length) * (x_label / wide);
-        drag = -to.label * ((moment - x_label) * by_length) * (late / wide);
+        T along = (rest / unit) * (rest / wide) + c.k.own[1] / wide + (moment / unit) * (x_label / wide);
+        drag = -to.label * ((moment - x_label) / unit) * (late / wide);
         to.label *= length == 0 ? T(1) : along;
       }
       to.label *= du_label * late;
