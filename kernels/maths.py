@@ -94,6 +94,13 @@ def power(x, p):
 
 
 @triton.jit
+def weighted(w, value):
+    """w value; 0 where w is 0, be the value infinite. NaN shows."""
+    value = value + tl.zeros(w.shape, w.dtype)
+    return tl.where((w == 0) & (value == value), 0.0, w * value)
+
+
+@triton.jit
 def above(t, exact):
     """The smallest number of t's type that is not below `exact`, where t is `exact` rounded to that type and positive."""
     if t.dtype == tl.float64:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, reduced, shared
-from .maths import exp
+from .maths import exp, weighted
 from .region_sums import Parts, class_losses, class_slopes, class_sums, image_rows, online, parts_add, parts_of, store_parts
 from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
@@ -95,9 +95,9 @@ def forward(
                 sums, x_label, labels, weights, 1.0, k, p_shift, p_weight_sum, C,
                 FORMULA, CE_OPTIONS, SCALED, CAPPED, SMOOTH, ACC,
             )  # fmt: skip
-            ce_loss += tl.where(live, s * result.loss, 0.0)
+            ce_loss += tl.where(live, weighted(s, result.loss), 0.0)
             ce_mass += tl.where(live, s * weights.mass, 0.0)
-            ce_extra += tl.where(live, s * result.extra, 0.0)
+            ce_extra += tl.where(live, weighted(s, result.extra), 0.0)
             ce_rows += tl.where(live, s, 0.0)
             save(p_saved, rows, count, 2, sums.m, live)
             save(p_saved, rows, count, 3, sums.d, live)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .maths import exp, log, log1p, tanh
+from .maths import exp, log, log1p, tanh, weighted
 from .tile import load_classes
 
 
@@ -42,7 +42,8 @@ class SoftmaxResult(NamedTuple):
 @triton.jit
 def through_a(r, value, slope):
     """Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope."""
-    return SoftmaxResult(r.w * value, 0.0, r.w * slope, 0.0, -(r.w * slope))
+    w_slope = weighted(r.w, slope)
+    return SoftmaxResult(weighted(r.w, value), 0.0, w_slope, 0.0, -w_slope)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .maths import weighted
+
 NONE = tl.constexpr(0)
 SUM = tl.constexpr(1)
 MEAN = tl.constexpr(2)
@@ -141,7 +143,7 @@ def emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTI
     """Row losses to memory, or their sums to this program's place: sum, mass, extra sum, extra mass."""
     nan = float("nan")
     if REDUCTION == NONE:
-        total = tl.where(labels.live, weights.s * (loss + extra), 0.0)
+        total = tl.where(labels.live, weighted(weights.s, loss + extra), 0.0)
         tl.store(p_loss + rows.number, tl.where(labels.bad, nan, total), rows.exists)
         if p_saved is not None:  # nothing is divided
             o_two = tl.arange(0, 2)
@@ -149,9 +151,9 @@ def emit(p_loss, p_partial, p_saved, rows, labels, weights, loss, extra, REDUCTI
     else:
         left_in = counted(labels, weights, loss + extra, REDUCTION)
         s = tl.where(left_in, weights.s, 0.0)
-        store_sum(p_partial, 0, tl.where(labels.bad, nan, tl.where(left_in, s * loss, 0.0)))
+        store_sum(p_partial, 0, tl.where(labels.bad, nan, tl.where(left_in, weighted(s, loss), 0.0)))
         store_sum(p_partial, 1, tl.where(left_in, s * weights.mass, 0.0))
-        store_sum(p_partial, 2, tl.where(left_in, s * extra, 0.0))
+        store_sum(p_partial, 2, tl.where(left_in, weighted(s, extra), 0.0))
         store_sum(p_partial, 3, s)
 
 

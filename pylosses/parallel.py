@@ -48,7 +48,7 @@ from .losses.logit_adjusted import _log_prior
 from .losses.target import target_rows
 from .parallel_group import Facts, Group, Layout, Sharded, ShardedHead, fingerprint, stand_in
 from .parallel_rows import Head, Logits, Margin, Pass, Run, Softmax
-from .reduce import RowLoss, reduce
+from .reduce import RowLoss, reduce, weighted
 from .spec import LOSSES, LossSpec
 
 # Formulas: from the statistics of rows to their losses ------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
         if factor is not None:
             value = value * self.label(factor)
         w = None if self.weight is None else self.label(self.weight)
-        return RowLoss(value if w is None else value * w, w)
+        return RowLoss(value if w is None else weighted(w, value), w)
 
 
 def _cross_entropy(rows: Rows, **own: Any) -> RowLoss:
@@ -118,7 +118,7 @@ def _cross_entropy_rows(rows: Rows, s: SimpleNamespace, *, label_smoothing: floa
     if rows.run.soft is not None:
         return RowLoss(s.nll, None, extra)
     loss = rows.weighted(-_log_probability(s))
-    value = loss.value if label_smoothing == 0 else (1 - label_smoothing) * loss.value + label_smoothing * s.nll
+    value = loss.value if label_smoothing == 0 else weighted(1 - label_smoothing, loss.value) + label_smoothing * s.nll
     return RowLoss(value, loss.mass, extra)
 
 

@@ -28,6 +28,11 @@ class RowLoss(NamedTuple):
     extra: Tensor | None = None  # (R) a second term that is averaged without class weights (z-loss)
 
 
+def weighted(w: Tensor | float, value: Tensor) -> Tensor:
+    """w value, and 0 where w is 0, be the value infinite; NaN shows."""
+    return torch.where((w == 0) & ~value.isnan(), 0, w * value)
+
+
 def reduce(loss: RowLoss, live: Tensor | None, problem: Problem) -> Tensor:
     """Reduce `loss` over the rows that are `live` (None: all)."""
     value, extra = loss.value, loss.extra
@@ -40,18 +45,18 @@ def reduce(loss: RowLoss, live: Tensor | None, problem: Problem) -> Tensor:
         extra = extra if extra is None else torch.where(live, extra, 0)
     total = value if extra is None else value + extra
     if problem.reduction == "none":
-        return (s * total).reshape(problem.shape)
+        return weighted(s, total).reshape(problem.shape)
     if problem.reduction == "sum":
-        return (s * total).sum()
+        return weighted(s, total).sum()
     if problem.reduction == "above_zero":
         above = ~(s * total <= 0)  # keeps NaN rows, so that they show
         value = torch.where(above, value, 0)
         extra = extra if extra is None else torch.where(above, extra, 0)
         mass, counted = torch.where(above, mass, 0), torch.where(above, counted, 0)
-    mean = _divide((s * value).sum(), mass.sum(), problem.normalizer)
+    mean = _divide(weighted(s, value).sum(), mass.sum(), problem.normalizer)
     if extra is None:
         return mean
-    return mean + _divide((s * extra).sum(), counted.sum(), problem.normalizer)
+    return mean + _divide(weighted(s, extra).sum(), counted.sum(), problem.normalizer)
 
 
 def _divide(total: Tensor, mass: Tensor, normalizer: float | Tensor | None) -> Tensor:

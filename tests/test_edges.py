@@ -405,6 +405,32 @@ def test_smoothing_where_the_label_alone_is_unmasked(backend, name, classes, sha
         assert bool(got.grads[0].isfinite().all()), got.grads[0]
 
 
+@pytest.mark.parametrize("shape", ["rows", "pixels"])
+@pytest.mark.parametrize("zero", ["weight", "sample_weight", "label_smoothing"])
+@pytest.mark.parametrize(("spec", "sample", "backend"), LABELLED_ROWS)
+def test_masked_label_without_weight(spec, sample, backend, zero, shape):
+    """Zero mass times inf is 0; the gradient of the row is 0 too."""
+    c = case(spec, sample, "three_classes")
+    x, y = c.inputs
+    x = x.scatter(1, y[:, None], -INF)
+    rows = (1, 7, 1) if shape == "pixels" else (7,)
+    c = c._replace(inputs=(x, y)).but(**{zero: torch.zeros(3) if zero == "weight" else torch.zeros(rows)})
+    if zero == "label_smoothing":
+        if spec.name not in ("cross_entropy", "cross_entropy_adr"):
+            pytest.skip("no smoothing")
+        c = c.but(label_smoothing=1.0, weight=torch.zeros(3).scatter(0, torch.tensor([2]), 1.0))
+        c = c._replace(inputs=(x, torch.where(y == 2, 1, y)))
+        c.inputs[0][:, 2] = 0.5
+    second = c.arguments.get("z_loss") or spec.name == "cross_entropy_adr"
+    for reduction in ("none", "sum", "mean", "above_zero"):
+        got = run(c.shaped(*rows).but(reduction=reduction), backend)
+        assert bool(got.loss.isfinite().all()), (reduction, got.loss)
+        if zero != "label_smoothing" and not (second and zero == "weight"):
+            assert bool((got.loss == 0).all()), (reduction, got.loss)
+        if c.arguments.get("kind") != "sumexp" and c.arguments.get("power", 1.0) <= 1:  # their derivatives are unbounded too
+            assert bool(got.grads[0].isfinite().all()), (reduction, got.grads[0])
+
+
 def limit_at_zero(arguments: dict) -> float:
     """f(0) of target_loss."""
     kind = arguments["kind"]

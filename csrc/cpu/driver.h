@@ -168,12 +168,12 @@ struct Context {
 
   // Takes a row's loss: into the output, or into the sums of its chunk.
   void emit(int64_t row, const RowWeights<T>& w, T loss, T extra, Partial& sums) const {
-    T total = w.s * (loss + extra);
+    T total = weighted(w.s, loss + extra);
     if (p.reduction == Reduction::none) {
       out[row] = total;
     } else if (p.reduction != Reduction::above_zero || !(total <= 0)) {
       double s = w.s;
-      sums.add({s * loss, s * w.mass, s * extra, s, -1});
+      sums.add({weighted<double>(s, loss), s * w.mass, weighted<double>(s, extra), s, -1});
     }
   }
   void emit_ignored(int64_t row) const {

@@ -226,9 +226,9 @@ struct Tile {
   void emit(int64_t r, V loss, V extra) {
     I on = counted(r, loss + extra);
     V s = load(sample + r);
-    if (c.p.reduction == Reduction::none) return rows_to(c.out, r, where(on, s * (loss + extra), V{}));
-    sum += where(on, s * loss, V{});
-    sum_extra += where(on, s * extra, V{});
+    if (c.p.reduction == Reduction::none) return rows_to(c.out, r, where(on, weighted(s, loss + extra), V{}));
+    sum += where(on, weighted(s, loss), V{});
+    sum_extra += where(on, weighted(s, extra), V{});
     sum_mass += where(on, s * load(mass + r), V{});
     sum_sample += where(on, s, V{});
   }

@@ -48,7 +48,8 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
       if (plan.faint) to[kLogShare * c.rows] = -log(s.d) - softmax_row(s.m, s.d, x_label, T(1), T(1)).nll_miss();
       if (plan.ce) {
         RowLoss<T> ce = loss_of(c, id_cross_entropy, other, c.map(x_label, label.y), T(1), w);
-        totals.v[0] += w.s * ce.loss, totals.v[1] += w.s * w.mass, totals.v[2] += w.s * ce.extra, totals.v[3] += w.s;
+        totals.v[0] += weighted(w.s, ce.loss), totals.v[1] += w.s * w.mass;
+        totals.v[2] += weighted(w.s, ce.extra), totals.v[3] += w.s;
       }
     }
     save(c, p, kOthersTop, s.m, label.live);

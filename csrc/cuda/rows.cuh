@@ -89,11 +89,11 @@ PYL_DEVICE void emit(const Call<T>& c, const Place& p, const Label& label, const
                      Totals<T>& sums) {
   if (!p.exists) return;
   if (c.reduction == Reduction::none) {
-    c.out[p.row] = label.live ? w.s * (loss + extra) : label.bad ? nan<T>() : T(0);
+    c.out[p.row] = label.live ? weighted(w.s, loss + extra) : label.bad ? nan<T>() : T(0);
   } else if (label.bad) {
     sums.v[0] = nan<T>();
   } else if (label.live && counted(c, w, loss + extra)) {
-    sums.v[0] += w.s * loss, sums.v[1] += w.s * w.mass, sums.v[2] += w.s * extra, sums.v[3] += w.s;
+    sums.v[0] += weighted(w.s, loss), sums.v[1] += w.s * w.mass, sums.v[2] += weighted(w.s, extra), sums.v[3] += w.s;
   }
 }
 // The sums of the block's threads: of a warp in T, of the warps in double.

@@ -11,7 +11,7 @@ struct cross_entropy {
     T eps = k.own[0], each = eps / k.classes, z = k.own[3];
     V hit = (1 - eps) * r.w;
     V q = hit + each * k.weight_sum;
-    V loss = hit * r.nll();
+    V loss = weighted(hit, r.nll());
     if (eps > 0) loss += each * r.spread;
     V slope = k.main * q * r.miss();
     V label = k.main * (each * (k.weight_sum - r.w) - q * r.miss());

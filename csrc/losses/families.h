@@ -150,11 +150,17 @@ struct RegionResult {
   double loss, push, pull;
 };
 
+// A loss or slope times a weight: what has none is 0, also where it is infinite; a NaN shows.
+template <class V>
+PYL_INLINE V weighted(V w, V value) {
+  return where((w == 0) & (value == value), w * 0, w * value);
+}
 // Every loss that sees the row only through a: L = w f(a), with f(a) = value and f'(a) = slope.
 template <class V>
 PYL_INLINE SoftmaxResult<V> through_a(const SoftmaxRow<V>& r, V value, V slope) {
   V zero = splat<V>(0);
-  return {r.w * value, zero, r.w * slope, zero, -(r.w * slope)};
+  V w_slope = weighted(r.w, slope);
+  return {weighted(r.w, value), zero, w_slope, zero, -w_slope};
 }
 
 }  // namespace PYL_ISA

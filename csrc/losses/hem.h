@@ -8,7 +8,7 @@ struct hem {
   template <class T, class V>
   static PYL_INLINE MarginResult<V> row(const Scalars<T>& k, const MarginRow<V>& r) {
     V divisor = k.own[5] != 0 ? larger(r.kept_count, splat<V>(1)) : splat<V>(k.classes);
-    return {r.w * r.kept_sum / divisor, r.w / divisor};
+    return {weighted(r.w, r.kept_sum) / divisor, r.w / divisor};
   }
 };
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..formula import Arguments, Formula
+from ..maths import weighted
 from ..softmax_row import SoftmaxResult, features
 
 
@@ -19,12 +20,12 @@ def row(k, r, OPTIONS: tl.constexpr):
         each = k[0] / r.classes
         hit = (1.0 - k[0]) * r.w
         q = hit + each * r.weight_sum
-        loss = hit * r.nll + each * r.spread
+        loss = weighted(hit, r.nll) + each * r.spread
         label = r.main * (each * (r.weight_sum - r.w) - q * r.miss)
         pull = r.main * each
     else:
         q = r.w
-        loss = r.w * r.nll
+        loss = weighted(r.w, r.nll)
         label = -(r.main * q * r.miss)
         pull = 0.0
     slope = r.main * q * r.miss

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..formula import Arguments, Formula
 from ..margin import GENERAL, LINEAR, ROOT, SQUARED, MarginResult
+from ..maths import weighted
 
 
 @triton.jit
@@ -14,7 +15,7 @@ def row(r, OPTIONS: tl.constexpr):
         divisor = tl.where(r.kept_count > 1, r.kept_count, 1.0)
     else:
         divisor = r.kept_count * 0.0 + r.classes
-    return MarginResult(r.w * r.kept_sum / divisor, r.w / divisor)
+    return MarginResult(weighted(r.w, r.kept_sum) / divisor, r.w / divisor)
 
 
 def arguments(margin: float, power: float, delta: float, of_label: float, threshold: float, above_zero: float) -> Arguments:

@@ -14,7 +14,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
 
@@ -36,10 +36,10 @@ def reference(
     w_label = rows.label_weight()
     value = -rows.label(logp)
     if w_label is not None:
-        value = value * w_label
+        value = weighted(w_label, value)
     if label_smoothing > 0:
         uniform = torch.full_like(logp, 1 / u.shape[1]) if w is None else (w / u.shape[1]).expand_as(logp)
-        value = (1 - label_smoothing) * value + label_smoothing * _weighted_nll(uniform, logp)
+        value = weighted(1 - label_smoothing, value) + label_smoothing * _weighted_nll(uniform, logp)
     return RowLoss(value, w_label, extra)
 
 

@@ -12,7 +12,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
 
@@ -21,7 +21,7 @@ def reference(rows: Rows, *, gamma: float, alpha: Tensor | None) -> RowLoss:
     if alpha is not None:
         value = value * rows.label(alpha)
     w = rows.label_weight()
-    return RowLoss(value if w is None else value * w, w)
+    return RowLoss(value if w is None else weighted(w, value), w)
 
 
 def focal_rows(logp: Tensor, gamma: float) -> Tensor:

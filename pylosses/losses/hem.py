@@ -18,7 +18,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
 
@@ -42,7 +42,7 @@ def reference(
     value = total / kept.sum(dim=1).clamp(min=1) if above_zero else total / classes
     w = rows.label_weight()
     if w is not None:
-        value = value * w
+        value = weighted(w, value)
     # Comparisons drop NaN; a row with one, or with every class masked, has no margin to speak of.
     bad = raw.isnan().any(dim=1) | x_label[:, 0].isnan() | (x == -torch.inf).all(dim=1)
     value = value + torch.where(bad[:, None], x, 0).sum(dim=1) * torch.where(bad, torch.nan, 0.0)

@@ -14,14 +14,14 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
 
 def reference(rows: Rows, *, class_counts: Tensor, tau: float) -> RowLoss:
     value = -rows.label(torch.log_softmax(rows.x + _log_prior(class_counts, tau), dim=1))
     w = rows.label_weight()
-    return RowLoss(value if w is None else value * w, w)
+    return RowLoss(value if w is None else weighted(w, value), w)
 
 
 def _log_prior(class_counts: Tensor, tau: float) -> Tensor:

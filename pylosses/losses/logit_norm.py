@@ -12,7 +12,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
 
@@ -25,7 +25,7 @@ def reference(rows: Rows, *, temperature: float, eps: float) -> RowLoss:
     u = torch.where(masked, x * scale.detach(), unmasked * scale)
     value = -rows.label(torch.log_softmax(u, dim=1))
     w = rows.label_weight()
-    return RowLoss(value if w is None else value * w, w)
+    return RowLoss(value if w is None else weighted(w, value), w)
 
 
 def _norm(x: Tensor) -> Tensor:

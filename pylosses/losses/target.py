@@ -20,7 +20,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
-from ..reduce import RowLoss
+from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 from .focal import focal_rows
 
@@ -33,7 +33,7 @@ def reference(rows: Rows, *, alpha: Tensor | None, **own: Any) -> RowLoss:
     if alpha is not None:
         value = value * rows.label(alpha)
     w = rows.label_weight()
-    return RowLoss(value if w is None else value * w, w)
+    return RowLoss(value if w is None else weighted(w, value), w)
 
 
 def target_rows(
