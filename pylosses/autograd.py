@@ -7,6 +7,7 @@ statistics, never a second (N, C) tensor.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +91,10 @@ class Fused(torch.autograd.Function):
         factor = grad.item()  # waits for nothing: a gradient that is ready lies in host memory
         if factor == 1:
             return gradient, None
-        if gradient.element_size() >= 4:
+        if gradient.element_size() >= 4 and math.isfinite(factor):
             return gradient.mul_(factor), None
-        return kernels.backward(ctx.call, x, saved, grad, out=gradient), None  # halves are rounded once, after the factor
+        # Halves are rounded once, after the factor; an infinite one must not make NaN of the zeros of ignored rows.
+        return kernels.backward(ctx.call, x, saved, grad, out=gradient), None
 
 
 #: `Fused.apply` without its look for torch.func, which `is_plain` has had: 4 of 100 us of a small step

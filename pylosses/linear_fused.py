@@ -15,6 +15,7 @@ Some logits may be given instead of computed, a few in each row: that is how a c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -247,7 +248,10 @@ class Gradients:
             if gradient is None or like is None:
                 found.append(None)
                 continue
-            gradient = gradient if factor == 1 else gradient.mul_(factor)
+            if not math.isfinite(factor):  # what nothing was added to stays 0, as in rows that are ignored
+                gradient = torch.where(gradient == 0, 0, gradient * factor)
+            elif factor != 1:
+                gradient.mul_(factor)
             found.append(gradient.to(like.dtype).view(like.shape))
         return tuple(found)
 

@@ -208,6 +208,19 @@ def test_class_weights_of_dice_that_sum_to_less_than_nothing(backend, over):
     close("gradient", torch.autograd.grad(loss, x)[0], torch.autograd.grad(wanted, x)[0], rtol=1e-10)
 
 
+@pytest.mark.parametrize("upstream", [INF, -INF, NAN])
+@pytest.mark.parametrize(("spec", "sample", "backend"), grid(LABELLED))
+def test_upstream_that_is_not_finite_stays_out_of_ignored_rows(spec, sample, backend, upstream):
+    """As a scaler of half precision gradients may send it."""
+    c = case(spec, sample, "ignored")
+    ignored = c.inputs[1] == IGNORE
+    for reduction in reductions(spec):
+        if reduction != "none":
+            got = run(c.but(reduction=reduction), backend, torch.tensor(upstream))
+            assert bool((got.grads[0][ignored] == 0).all()), reduction
+            assert not bool(got.grads[0][~ignored].isfinite().all()), reduction
+
+
 @pytest.mark.parametrize("unused", [INF, NAN])
 @pytest.mark.parametrize(("spec", "sample", "backend"), LABELLED_ROWS)
 def test_weight_of_an_absent_class_is_not_used(spec, sample, backend, unused):
