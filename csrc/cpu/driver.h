@@ -70,7 +70,7 @@ inline Family family_of(int loss) {
 }
 
 // Numbers a row saves for backward.
-inline int saved_by(int loss) {
+constexpr int saved_by(int loss) {
 #define PYL_CASE(name, saved, ahead) \
   case id_##name:                    \
     return saved;
@@ -79,9 +79,18 @@ inline int saved_by(int loss) {
   return 0;
 }
 // Does a loss have cross-entropy's numbers, own = (smoothing, temperature, softcap, z-loss, ...)?
-inline bool has_cross_entropy(int loss) {
+constexpr bool has_cross_entropy(int loss) {
   return loss == id_cross_entropy || loss == id_dice_ce || loss == id_cross_entropy_adr;
 }
+// What these families' drivers write has room: cpu.py gives the margin family's bits to hem alone.
+#define PYL_COUNT(name, saved, ahead) +1
+#define PYL_ROOM(name, saved, ahead) &&saved_by(id_##name) >= (has_cross_entropy(id_##name) ? 6 : 4)
+static_assert(0 PYL_MARGIN_LOSSES(PYL_COUNT) == 1 && saved_by(id_hem) == 3,
+              "a margin loss saves three numbers a row, and bits");
+static_assert(true PYL_ENTROPY_LOSSES(PYL_ROOM), "an entropy loss saves four numbers a row");
+static_assert(true PYL_SELECT_LOSSES(PYL_ROOM), "a select loss saves four numbers a row, six with a cross-entropy");
+#undef PYL_COUNT
+#undef PYL_ROOM
 inline bool label_free(int loss) { return family_of(loss) == Family::entropy || loss == id_tta || loss == id_adr; }
 
 // Calls f(labels) with the labels' own type.

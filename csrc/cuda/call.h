@@ -203,7 +203,7 @@ inline void check_launch() {
   } while (0)
 
 // Numbers that a row saves for backward; class probabilities add one.
-inline int saved_by(int loss) {
+constexpr int saved_by(int loss) {
   switch (loss) {
     case id_logit_norm:
       return 4;
@@ -223,6 +223,11 @@ inline int saved_by(int loss) {
   }
   return 2;
 }
+#define PYL_NAMED(name, saved, ahead) &&saved_by(id_##name) > 2
+static_assert(true PYL_MARGIN_LOSSES(PYL_NAMED), "a margin loss saves three numbers a row: name it in saved_by");
+static_assert(true PYL_ENTROPY_LOSSES(PYL_NAMED), "an entropy loss saves four numbers a row: name it in saved_by");
+static_assert(true PYL_SELECT_LOSSES(PYL_NAMED), "a select loss saves seven numbers a row or more: name it in saved_by");
+#undef PYL_NAMED
 
 // What each family's .cu defines.
 #define PYL_FAMILIES(X) X(softmax) X(margin) X(entropy) X(select) X(region)
