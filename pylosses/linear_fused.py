@@ -376,10 +376,10 @@ def _with_one_divisor(call: Call, rows: Rows, factors: Factors, workspace: int) 
         call, rows = call._replace(reduction="mean"), rows._replace(live=(~(losses.reshape(-1) <= 0)).nonzero()[:, 0])
     mass, count = rows.masses(call.weight, rows.live)
     if two:  # one divisor goes into the class weights, which the z-term does not see
-        assert call.weight is not None
         if count == 0:  # the z-term counts nothing
             call = call._replace(scalars=(*call.scalars[:3], 0.0, *call.scalars[4:]))
         else:
+            assert call.weight is not None
             call, mass = call._replace(weight=call.weight * (count / mass if mass != 0 else 0.0)), count
     return call._replace(normalizer=mass), rows
 

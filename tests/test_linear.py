@@ -8,7 +8,7 @@ from typing import Any
 import emulator
 import pytest
 import torch
-from cases import DTYPES, IGNORE, LABELLED, NAN, arguments_of, name_of
+from cases import DTYPES, IGNORE, INF, LABELLED, NAN, arguments_of, name_of
 from resident import allocations, peak, reset_peak, resident
 from tolerance import agree, close
 from torch import Tensor
@@ -102,6 +102,40 @@ def test_weights_and_divisors(reduction, z_loss, normalizer):
     if z_loss == 0:
         hem = next(spec for spec in SPECS if spec.name == "hem")
         compare(hem, tuple(tensors), y, {**arguments, "reduction": reduction})
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("which", ["weight", "sample_weight", "sample_weight that sums to 0"])
+@pytest.mark.parametrize("reduction", ["mean", "above_zero"])
+def test_weights_below_zero(reduction, which, label_smoothing, z_loss):
+    """The quotient; a term whose divisor is exactly 0 counts nothing, beside one that has a divisor."""
+    g = torch.Generator().manual_seed(2)
+    h, w = (torch.randn(n, D, generator=g, dtype=torch.float64) for n in (40, 9))
+    y = torch.arange(40) % 9
+    y[3] = IGNORE
+    weight = torch.arange(1.0, 10.0, dtype=torch.float64)
+    sample_weight = torch.ones(40, dtype=torch.float64)
+    if which == "weight":
+        weight -= 7
+    else:
+        sample_weight[0] = -38.0 if "0" in which else -60.0
+    options = {"weight": weight, "sample_weight": sample_weight, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    found = []
+    for backend in ("cpu", "reference"):
+        some = leaves(h, w)
+        loss = pylosses.linear_cross_entropy(*some, y, backend=backend, reduction=reduction, **options)
+        found.append((loss.detach(), *torch.autograd.grad(loss, some)))
+    for what, got, wanted in zip(("loss", "gradient of h", "gradient of w"), *found, strict=True):
+        close(what, got, wanted, rtol=1e-11)
+
+
+@pytest.mark.parametrize("upstream", [INF, NAN])
+def test_upstream_that_is_not_finite_stays_out_of_ignored_rows(upstream):
+    h, w, y = torch.randn(4, D, requires_grad=True), torch.randn(FEW, D), torch.tensor([0, IGNORE, 2, IGNORE])
+    loss = pylosses.linear_cross_entropy(h, w, y)
+    (grad,) = torch.autograd.grad(loss, h, torch.tensor(upstream))
+    assert bool((grad[1::2] == 0).all()) and not bool(grad[::2].isfinite().any())
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
