@@ -118,7 +118,8 @@ def cross_entropy(
 
     - `mean` divides by the sum of `weight[target] * sample_weight` over counted rows; with probabilities by the sum of
       `sample_weight` (the number of rows). The z-term is averaged without class weights.
-    - ignored rows are never read, give 0 and gradient 0; nothing counted gives 0, where torch gives NaN.
+    - ignored rows are never read, give 0 and gradient 0; nothing counted, or weights that sum to exactly 0, gives 0, where
+      torch gives NaN. A sum below 0 divides, as in torch.
     - on the fused backends a confident row keeps its relative precision (float32 loss 1e-13, not 0, at a margin of 30).
     - ``-inf`` logits are masked classes: probability and gradient 0, also under `softcap`; a masked target gives ``+inf`` with
       a finite gradient; a masked class with smoothing mass gives ``+inf``; zero mass times ``-inf`` is 0.
