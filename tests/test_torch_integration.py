@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +17,7 @@ from tolerance import close
 from torch.utils.checkpoint import checkpoint
 
 import pylosses
+from pylosses import autograd, cpu, linear_fused
 from pylosses.spec import LOSSES
 
 ALL = grid(LABELLED + UNLABELLED)
@@ -545,3 +547,45 @@ def test_backward_in_another_thread(backend):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(loss.backward).result()
     assert torch.equal(x.grad, torch.autograd.grad(pylosses.cross_entropy(x, torch.arange(5), backend=backend), x)[0])
+
+
+def in_step(code, steps: threading.Barrier):
+    """A trace function: threads that run `code` wait for each other before every one of its instructions."""
+
+    def wait(frame, event, argument):
+        frame.f_trace_opcodes = True
+        try:
+            steps.wait(timeout=5)
+        except threading.BrokenBarrierError:
+            pass  # the other thread took a shorter way
+        return wait
+
+    return lambda frame, event, argument: wait(frame, event, argument) if frame.f_code is code else None
+
+
+@pytest.mark.skipif(cpu.absent is not None, reason=str(cpu.absent))
+@pytest.mark.parametrize("made_by", [autograd.Fused, linear_fused.FusedProduct])
+def test_two_backwards_of_one_graph_at_once(made_by):
+    """Gradients that forward has made belong to one caller: of two threads in lockstep, the other computes its own."""
+    x, w, y = torch.randn(6, 7, requires_grad=True), torch.randn(7, 7, requires_grad=True), torch.arange(6)
+    linear = made_by is linear_fused.FusedProduct
+    leaves = (x, w) if linear else (x,)
+    loss = pylosses.linear_cross_entropy(x, w, y) if linear else pylosses.cross_entropy(x, y)
+    reference = torch.nn.functional.cross_entropy(x @ w.T if linear else x, y)
+    wanted = torch.autograd.grad(reference, leaves, torch.tensor(3.0))
+    steps = threading.Barrier(2)
+
+    def backward(_):
+        sys.settrace(in_step(made_by.backward.__code__, steps))
+        try:
+            return torch.autograd.grad(loss, leaves, torch.tensor(3.0), retain_graph=True)
+        finally:
+            sys.settrace(None)
+            steps.abort()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(backward, range(2))
+    for a, b, expected in zip(first, second, wanted, strict=True):
+        assert a.data_ptr() != b.data_ptr()
+        close("first", a, expected, rtol=1e-5)
+        close("second", b, expected, rtol=1e-5)
