@@ -122,17 +122,19 @@ def _check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
+    from rich.text import Text
 
     from . import checking
 
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    # Reasons and errors hold brackets of their own, so nothing is read as markup; what has a style is a Text.
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     for name in arguments.backend or ():
         status = backends()[name]
         if not status.available:
-            console.print(f"[bold red]backend {name} cannot be checked[/]: {status.reason}", highlight=False)
+            console.print(Text.assemble((f"backend {name} cannot be checked", "bold red"), f": {status.reason}"))
             return 1
     plan = checking.plan(arguments.loss, arguments.backend, arguments.device)
-    columns = TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description:<32}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     outcomes = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(plan))
@@ -152,7 +154,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if check.skipped is not None:
             table.add_row(check.spec.name, backend, "", "", "", "", "no kernel", check.skipped, style="dim")
             continue
-        verdict = "[green]ok[/]" if outcome.passed else "[bold red]FAILED[/]"
+        verdict = Text("ok", "green") if outcome.passed else Text("FAILED", "bold red")
         numbers = [f"{value:.1e}" for value in (outcome.error, outcome.plain, outcome.allowed)]
         where = outcome.where
         if outcome.problem:
@@ -160,21 +162,24 @@ def _check(arguments: argparse.Namespace) -> int:
         table.add_row(check.spec.name, backend, str(outcome.cases), *numbers, verdict, where)
     console.print(table)
     if any(check.interpreted for check in plan):
-        console.print(f"backend triton is interpreted on the CPU: {checking.INTERPRETED}", style="dim", highlight=False)
+        console.print(f"backend triton is interpreted on the CPU: {checking.INTERPRETED}", style="dim")
     for status in backends():
         if not status.available:
-            console.print(f"backend {status.name} was not checked: {status.reason}", style="dim", highlight=False)
+            console.print(f"backend {status.name} was not checked: {status.reason}", style="dim")
 
     done = [outcome for outcome in outcomes if outcome.check.skipped is None]
     failed = [outcome for outcome in done if not outcome.passed]
     if not done:
-        console.print("[bold red]nothing was checked[/]: no chosen loss has a kernel on the chosen backends")
+        console.print(
+            Text.assemble(("nothing was checked", "bold red"), ": no chosen loss has a kernel on the chosen backends")
+        )
         return 1
     if failed:
         names = ", ".join(f"{outcome.check.spec.name} on {outcome.check.backend}" for outcome in failed)
-        console.print(f"[bold red]{len(failed)} of {len(done)} checks failed[/]: {names}", highlight=False)
+        console.print(Text.assemble((f"{len(failed)} of {len(done)} checks failed", "bold red"), f": {names}"))
         return 1
-    console.print(f"[green]all {len(done)} checks passed[/] ({sum(outcome.cases for outcome in done)} cases)", highlight=False)
+    cases = sum(outcome.cases for outcome in done)
+    console.print(Text.assemble((f"all {len(done)} checks passed", "green"), f" ({cases} cases)"))
     return 0
 
 

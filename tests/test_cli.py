@@ -71,6 +71,21 @@ def test_asking_for_a_backend_that_is_not_there_fails_with_its_reason(monkeypatc
     assert "no compiler was found" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("reason", ["pip install 'pylosses[triton]'", "[red]no[/red]", "see [/usr/lib]"])
+def test_brackets_in_a_reason_are_text(reason, monkeypatch, capsys):
+    """Also in the table, in the error of a check and in the line of a backend that was not asked for."""
+    absent = BackendList([BackendStatus("reference", True, ""), BackendStatus("triton", False, reason)])
+    monkeypatch.setattr(cli, "backends", lambda: absent)
+    assert cli.main(["check", "--backend", "triton"]) == 1
+    assert f"backend triton cannot be checked: {reason}" in capsys.readouterr().out
+    ours = checking.Check(LOSSES["focal"], "reference", "cpu", None)
+    monkeypatch.setattr(checking, "plan", lambda *_: [ours, ours._replace(skipped=reason)])
+    monkeypatch.setattr(checking, "perform", lambda check: checking.Outcome(check, 1, 0.0, 0.0, 0.0, "", reason))
+    assert cli.main(["check"]) == 1
+    text = capsys.readouterr().out
+    assert text.count(reason) == 3 and f"backend triton was not checked: {reason}" in text
+
+
 def test_a_green_check_of_nothing_is_not_green(monkeypatch, capsys):
     monkeypatch.setattr(checking, "plan", lambda *_: [checking.Check(LOSSES["dice"], "cpu", "cpu", "no kernel yet")])
     assert cli.main(["check"]) == 1
@@ -160,6 +175,30 @@ def test_kinds_of_rows_are_judged_apart():
     case = checking.Case("", (torch.zeros(2, 3),), {}, ("ordinary", "confident"))
     groups = dict(checking._groups(case, "loss", torch.tensor([5.0, 1e-9])))
     assert {kind: int(rows.sum()) for kind, rows in groups.items()} == {"ordinary": 1, "confident": 1}
+
+
+@pytest.mark.parametrize("name", ["adr", "entropy", "cross_entropy_adr"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_is_shown_is_an_error_of_something(name, backend):
+    """No line of a table says "100 % off, ok": float16 has no digits for a gradient of 1e-8, and plain PyTorch none for some."""
+    if LOSSES[name].why_not(backend) or not pylosses.backends()[backend].available:
+        pytest.skip(f"no {backend}")
+    outcome = checking.perform(checking.Check(LOSSES[name], backend, "cpu", None))
+    assert outcome.passed and 0 < outcome.plain < 0.01 and outcome.allowed < 0.02, outcome
+
+
+def test_a_wrong_gradient_shows_where_plain_pytorch_has_no_digit(toy, monkeypatch):
+    """A float16 gradient that is two steps off where the truth is half a step, and plain PyTorch's is half a step off."""
+    step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    given = {torch.float64: 0.5 * step, torch.float16: step}
+
+    def evaluate(function, inputs, arguments, backend, gradient=True):
+        value = 2 * step if backend == "cpu" else given[inputs[0].dtype]
+        return {"gradient": torch.full((2, 3), value, dtype=inputs[0].dtype)}
+
+    monkeypatch.setattr(checking, "evaluate", evaluate)
+    case = checking.Case("", (torch.zeros(2, 3, dtype=torch.float16),), {}, ("ordinary", "ordinary"))
+    assert not checking._compare(checking.Check(toy, "cpu", "cpu", None), case, torch.float16).passed
 
 
 def test_infinities_must_be_where_they_belong():
