@@ -2,12 +2,14 @@
 
 Asked for one (argument, `use_backend`, or PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason;
 asked for none, the first backend with no reason against it runs, and `reference` never has one. The output of a linear layer,
-which nobody has made yet, goes to a backend that never makes all of it, if one runs.
+which nobody has made yet, goes to a backend that never makes all of it, if one runs. That compiled kernels are missing altogether
+is said once.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, SupportsIndex, overload
@@ -114,7 +116,28 @@ def choose(spec: LossSpec, problem: Problem, backend: str | None, obstacle: str 
     for name in names:
         if why_not(name, spec, problem, obstacle) is None:
             return name
+    if obstacle is None:
+        _say_that_reference_stands_in(spec, problem.x.device.type)
     return "reference"
+
+
+_said: set[str] = set()  # types of devices
+
+
+def _say_that_reference_stands_in(spec: LossSpec, device: str) -> None:
+    """Warn, once, where a loss with compiled kernels runs without: the numbers are right, and nobody sees why it is slow."""
+    if device in _said or torch.compiler.is_compiling():
+        return
+    absent = {name: _absent(name) for name in _PREFERRED.get(device, ()) if spec.why_not(name) is None}
+    if absent and None not in absent.values():
+        _said.add(device)
+        warnings.warn(
+            f"{spec.function} runs in plain PyTorch, some times slower than compiled kernels: "
+            + "; ".join(f"backend {name!r} is not available: {reason}" for name, reason in absent.items())
+            + '. Asking for it, with backend="reference", pylosses.use_backend("reference") or the environment variable '
+            "PYLOSSES_BACKEND=reference, turns this warning off.",
+            stacklevel=2,
+        )
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from .choice import BackendError
 from .linear_fused import WORKSPACE, _dtype
 from .losses.adr import _density, _mean
 from .losses.focal import focal_rows
+from .losses.knl import need_negatives
 from .losses.logit_adjusted import _log_prior
 from .losses.target import target_rows
 from .parallel_group import Facts, Group, Layout, Sharded, ShardedHead, fingerprint, stand_in
@@ -171,6 +172,7 @@ def _sparse_cl_rows(s: SimpleNamespace, weight: str) -> Tensor:
 
 
 def _knl(rows: Rows, *, k: int, skip: int, form: str, max_entropy: float | None) -> RowLoss:
+    need_negatives(rows.run.layout.total, skip)
     return _selected(rows, 1 + skip + k, max_entropy, lambda s: _knl_rows(s, skip, form))
 
 
@@ -182,6 +184,8 @@ def _knl_rows(s: SimpleNamespace, skip: int, form: str) -> Tensor:
 
 
 def _tta(rows: Rows, *, k: int, skip: int, lam: float, form: str, max_entropy: float | None) -> RowLoss:
+    need_negatives(rows.run.layout.total, skip)
+
     def formula(s: SimpleNamespace) -> Tensor:
         return _sparse_cl_rows(s, "one") + lam * _knl_rows(s, skip, form)
 

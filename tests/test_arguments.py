@@ -1,5 +1,6 @@
 """Does bad input raise an error that helps? Its type, and a text that names the argument, what came and what was expected."""
 
+import functools
 import inspect
 import os
 import re
@@ -11,6 +12,7 @@ import torch
 from cases import IGNORE, LABELLED, UNLABELLED, arguments_of, backends_of, grid
 
 import pylosses
+from pylosses import choice, cpu
 from pylosses.spec import BACKENDS, LOSSES
 
 ALL = LABELLED + UNLABELLED
@@ -274,6 +276,22 @@ def test_own_arguments_without_labels(function, arguments, words):
         getattr(pylosses, function)(X, **arguments)
 
 
+@pytest.mark.parametrize("function", ["knl_loss", "tta_loss"])
+@pytest.mark.parametrize("loss", [lambda f: getattr(pylosses, f), lambda f: getattr(pylosses.parallel, f)])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_too_few_classes_for_a_negative(function, loss, backend):
+    """A loss of 0 would train nothing and say nothing."""
+    loss = functools.partial(loss(function), backend=backend)
+    for classes, skip in ((6, 5), (2, 1), (2, 5)):
+        with raises(ValueError, "input", f"skip + 2 = {skip + 2} classes", f"got {classes}", "skip=0"):
+            loss(torch.randn(3, classes), skip=skip)
+    for classes, skip in ((7, 5), (2, 0)):
+        x = torch.randn(3, classes, requires_grad=True)
+        loss(x, skip=skip).backward()
+        assert bool((x.grad != 0).any())
+    assert bool(loss(torch.zeros(3, 1)) == 0), "one class has nothing to learn"
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "words"),
     [
@@ -400,6 +418,33 @@ def test_use_backend_nests_and_ends():
     with pytest.raises(RuntimeError, match="inside"), pylosses.use_backend(absent):
         raise RuntimeError("inside")
     pylosses.hem_loss(X, Y)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """As in an installation without a compiler, of which nobody has been told yet."""
+    monkeypatch.setattr(cpu, "absent", "no C++ compiler was found")
+    monkeypatch.setattr(choice, "_said", set())
+
+
+def test_the_reference_says_once_that_it_stands_in(nothing_compiled):
+    with pytest.warns(UserWarning) as said:
+        pylosses.hem_loss(X, Y)
+        pylosses.hem_loss(X, Y)
+        pylosses.linear_cross_entropy(X, X, Y % 4)
+    (warning,) = said
+    for word in ("hem_loss", "'cpu'", "no C++ compiler was found", 'backend="reference"', "PYLOSSES_BACKEND=reference"):
+        assert word in str(warning.message)
+
+
+def test_the_reference_is_silent_where_it_is_wanted(nothing_compiled, recwarn):
+    pylosses.hem_loss(X, Y, backend="reference")
+    with pylosses.use_backend("reference"):
+        pylosses.hem_loss(X, Y)
+    pylosses.hem_loss(X, Y, margin=torch.ones(5, requires_grad=True))  # no kernel has that gradient
+    pylosses.contrastive_margin_loss(X, X, X)  # nor this loss
+    pylosses.hem_loss(X.to("meta"), Y.to("meta"))  # nor one for this device
+    assert not list(recwarn)
 
 
 @pytest.mark.parametrize("backend", backends_of(LOSSES["hem"], reference=False))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import INF, NAN, Case, Result, run, upstream_for
+from cases import INF, NAN, Case, Result, fitted, run, upstream_for
 from test_backends_agree import compare
 
 import pylosses
@@ -33,9 +33,7 @@ BY_LENGTH = sorted(LOSSES, key=len, reverse=True)
 
 def made(name: str, x: torch.Tensor, **arguments) -> Case:
     spec = LOSSES[next(loss for loss in BY_LENGTH if name.startswith(loss))]
-    own = {**SELECTING[name], **arguments}
-    if "top" in own:
-        own["top"] = min(own["top"], x.shape[1])
+    own = fitted(spec, {**SELECTING[name], **arguments}, x.shape[1])
     labels = torch.arange(x.shape[0]) % x.shape[1]
     return Case(spec, (x, labels) if spec.inputs == "labelled" else (x,), own, x.shape[1])
 

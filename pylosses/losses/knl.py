@@ -27,6 +27,7 @@ def reference(rows: Rows, *, k: int, skip: int, form: str, max_entropy: float | 
 
 
 def knl_rows(x: Tensor, k: int, skip: int, form: str) -> Tensor:
+    need_negatives(x.shape[1], skip)
     logp = torch.log_softmax(x, dim=1)
     negatives = ranking(x)[:, skip + 1 : skip + 1 + k]
     if form == "nl":
@@ -46,7 +47,17 @@ def negative_arguments(k: int, skip: int, form: str) -> dict[str, int | str]:
     }
 
 
+def need_negatives(classes: int, skip: int) -> None:
+    """Refuse logits without a class to push down: the loss would be 0 forever. One class has nothing to learn in any loss."""
+    if 1 < classes < skip + 2:
+        raise ValueError(
+            f"input must have at least skip + 2 = {skip + 2} classes, the prediction, {skip} that are left alone and one to "
+            f"push down, got {classes}; skip=0 leaves none alone"
+        )
+
+
 def pack(problem: Problem, *, k: int, skip: int, form: str, max_entropy: float | None) -> Pack:
+    need_negatives(problem.classes, skip)
     return selection_pack("none", 1.0, k, skip, form, max_entropy)
 
 
@@ -93,7 +104,8 @@ def knl_loss(
     **Convention**
 
     - a sum over the negatives, not a mean. With fewer than `skip` + `k` + 1 classes there are fewer negatives (CIFAR-10 with
-      the defaults has 4); none gives 0. The lowest index comes first among equal logits; the choice carries no gradient.
+      the defaults has 4). Fewer than `skip` + 2 have none and raise ValueError, but a single class, which gives 0.
+    - the lowest index comes first among equal logits; the choice carries no gradient.
     - ``-inf`` logits are masked classes: they rank last and add nothing, in either form.
     - `mean` divides by the sum of `sample_weight` over the rows that are in `mask` and pass the filter; the others give 0 and
       gradient 0. Nothing kept gives 0.

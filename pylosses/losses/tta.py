@@ -16,7 +16,7 @@ from ..module import LossModule, arguments_of
 from ..reduce import RowLoss
 from ..spec import LossSpec, Pack, register
 from .entropy import filter_argument, reliable
-from .knl import knl_rows, negative_arguments, selection_pack, too_many
+from .knl import knl_rows, need_negatives, negative_arguments, selection_pack, too_many
 from .sparse_cl import sparse_cl_rows
 
 
@@ -28,6 +28,7 @@ def reference(rows: Rows, *, k: int, skip: int, lam: float, form: str, max_entro
 
 
 def pack(problem: Problem, *, k: int, skip: int, lam: float, form: str, max_entropy: float | None) -> Pack:
+    need_negatives(problem.classes, skip)
     return selection_pack("one", lam, k, skip, form, max_entropy)
 
 
@@ -59,6 +60,7 @@ def tta_loss(
     **Convention**
 
     - the sum of `sparse_cl_loss` with weight "one" and `lam` times `knl_loss`, with their conventions; unbounded below.
+    - fewer than `skip` + 2 classes raise ValueError, but a single class.
     - `mean` divides by the sum of `sample_weight` over the rows that are in `mask` and pass the filter; the others give 0 and
       gradient 0. Nothing kept gives 0.
     - a row with NaN or ``+inf``, or with nothing but ``-inf``, gives NaN; the filter drops it.

@@ -202,8 +202,15 @@ def arguments_of(spec: LossSpec, sample: int, classes: int, dtype: torch.dtype) 
     """Sample arguments, tensors in the dtype that the library will compute with; numbers of classes fitted to few classes."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     arguments = {k: v.to(statistics) if isinstance(v, Tensor) else v for k, v in spec.sample(sample, classes).items()}
+    return fitted(spec, arguments, classes)
+
+
+def fitted(spec: LossSpec, arguments: dict[str, Any], classes: int) -> dict[str, Any]:
+    """The arguments with no more classes selected than there are."""
     if "top" in arguments:  # ADR: 1 <= top <= C
-        arguments["top"] = min(arguments["top"], classes)
+        return {**arguments, "top": min(arguments["top"], classes)}
+    if spec.name in ("knl", "tta"):  # the prediction, skip others, one to push down
+        return {**arguments, "skip": max(min(arguments.get("skip", 5), classes - 2), 0)}
     return arguments
 
 
