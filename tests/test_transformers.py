@@ -188,6 +188,96 @@ def test_evaluation_and_generation(name):
         assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False, pad_token_id=0), words)
 
 
+# Logits that are read late ---------------------------------------------------------------------------------------------------
+
+
+def _step(model):
+    with torch.no_grad():
+        torch.optim.SGD(model.parameters(), 1.0).step()
+
+
+CHANGES = {
+    "step": _step,
+    "load": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "half": lambda model: model.half(),
+    "assign": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_logits_of_a_changed_layer_are_refused(name, change):
+    """Old hidden states times new weights are the logits of no model; those that were read before stay what they are."""
+    model = patch(made(name))
+    early, late, noted = model(**batch()), model(**batch()), model(**batch())
+    half = noted.logits / 2
+    wanted = early.logits.clone()
+    late.loss.backward()
+    CHANGES[change](model)
+    assert torch.equal(early.logits, wanted) and torch.equal(early.logits.float(), wanted)
+    readings = {
+        "argmax": lambda: late.logits.argmax(-1),
+        "float": lambda: late.logits.float() + 0,
+        "noted": lambda: half + 0,
+        "loss": lambda: model.loss_function(late.logits, batch()["labels"], VOCABULARY),
+    }
+    for read in readings.values():
+        with pytest.raises(RuntimeError, match=r"not made in the forward.*optimizer\.step.*before it changes"):
+            read()
+
+
+def test_a_changed_bias_counts():
+    model = patch(made("phi"))
+    output = model(**batch())
+    with torch.no_grad():
+        model.lm_head.bias.add_(1)
+    with pytest.raises(RuntimeError, match="has changed"):
+        output.logits.sum()
+
+
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("forward", MODES)
+@pytest.mark.parametrize("reading", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_are_of_the_mode_of_their_forward(name, forward, reading):
+    """A graph where the unpatched model's have one, whoever makes them; a scale has the mode in which it is multiplied."""
+    model = made(name)
+
+    def read():
+        with forward():
+            first, second = (model(**batch()).logits for _ in range(2))
+        with reading():
+            found = [first.argmax(-1), first.softmax(-1), second / 2, (second / 2).exp()]
+        with forward():
+            return [*found, first[..., :2], second[..., :2]]
+
+    wanted = read()
+    patch(model)
+    for got, expected in zip(read(), wanted, strict=True):
+        got = got.made() if type(got) is Logits else got
+        assert got.requires_grad == expected.requires_grad and got.is_inference() == expected.is_inference()
+        close("read", got.detach().double(), expected.detach().double(), rtol=1e-5)
+
+
+def test_logits_of_an_evaluation_can_be_used_in_training():
+    """Collected without a graph, they are data to whoever learns from them."""
+    model, scale = patch(made("llama")), torch.nn.Parameter(torch.ones(()))
+    with torch.no_grad():
+        logits = model(**batch()).logits
+    (logits * scale).sum().backward()
+    assert scale.grad is not None and all(p.grad is None for p in model.parameters())
+
+
+def test_logits_are_of_the_autocast_of_their_forward():
+    model = made("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(**batch()).logits
+        got = patch(model)(**batch()).logits
+    assert torch.equal(got + 0, wanted + 0) and (got + 0).dtype == torch.bfloat16
+
+
 def test_tuples():
     model = patch(made("llama"))
     loss, logits = model(**batch(), return_dict=False)[:2]
@@ -278,6 +368,50 @@ def test_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TypeError, match="must be a plain nn.Linear, got Sequential"):
         patch(model)
+
+
+def small_bert(kind, **more):
+    options = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
+    config = {"ModernBertForMaskedLM": "ModernBertConfig", "T5ForConditionalGeneration": "T5Config"}.get(kind, "BertConfig")
+    return getattr(transformers, kind)(getattr(transformers, config)(**options, num_hidden_layers=1, **more))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("ModernBertForMaskedLM", "ModernBertForMaskedLM computes ForMaskedLMLoss"),
+        ("BertForMaskedLM", "BertForMaskedLM computes ForMaskedLMLoss"),
+        ("T5ForConditionalGeneration", "T5ForConditionalGeneration computes its loss in its own way"),
+        ("BertForTokenClassification", "must be a causal language model"),
+    ],
+)
+def test_other_objectives_are_refused(kind, reason):
+    """With the labels one earlier, or a loss that is never asked for; nothing of the model is changed."""
+    more = {"pad_token_id": 0} | ({"reference_compile": False} if kind.startswith("Modern") else {})
+    model = small_bert(kind, **more)
+    before = dict(vars(model))
+    with pytest.raises(TypeError, match=reason):
+        patch(model)
+    assert vars(model) == before
+    if model.get_output_embeddings() is not None:
+        assert type(model.get_output_embeddings()) is torch.nn.Linear
+
+
+def test_a_model_that_says_masked_is_refused_also_with_a_causal_name():
+    model = made("llama")
+    model.loss_type = "ForMaskedLM"
+    with pytest.raises(TypeError, match="LlamaForCausalLM computes ForMaskedLMLoss"):
+        patch(model)
+
+
+def test_subclasses_of_a_causal_model_are_taken():
+    class Mine(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = Mine(transformers.LlamaConfig(**SMALL))
+    wanted = model(**batch()).loss
+    close("loss", patch(model)(**batch()).loss, wanted, rtol=2e-5)
 
 
 def test_logits_that_were_made_before_the_loss():

@@ -15,7 +15,9 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,10 @@ def patch(model: Any, loss: str = "cross_entropy", **arguments: Any) -> Any:
     """Let a causal language model of transformers compute its loss with pylosses, without storing its logits.
 
     Args:
-        model: a model with an output layer (`model.get_output_embeddings()`) that is a plain `nn.Linear`, and a loss function
-            that can be exchanged (`model.loss_function`): the `*ForCausalLM` classes. It is changed in place.
+        model: a model with an output layer (`model.get_output_embeddings()`) that is a plain `nn.Linear`, and whose forward calls
+            the causal language model loss of transformers (`model.loss_function`): most `*ForCausalLM` classes. It is changed in
+            place. Others are refused: a masked language model predicts another label, and one that computes its loss in its own
+            way would make its logits as before.
         loss: name of a loss with labels in `pylosses.LOSSES`, of family "softmax" or "margin".
         arguments: keyword arguments of `pylosses.linear_loss` and of that loss, for every call: `label_smoothing`, `z_loss`,
             `margin`, `weight`, `workspace`, ... What comes with a call (`target`, `shift`, `normalizer`) is set by the patch.
@@ -43,7 +47,9 @@ def patch(model: Any, loss: str = "cross_entropy", **arguments: Any) -> Any:
     - ``model(input_ids, labels=labels)`` gives the loss of the unpatched model for "cross_entropy" without arguments: position
       t predicts label t + 1, or what `shift_labels` says; labels of -100 are ignored; `num_items_in_batch` is the divisor.
       Logits are float32 inside, where a model in half precision rounds them; nothing to predict gives 0, where it gives NaN.
-    - the output's `logits` are made when they are first used, with a graph to the model; read them to pay for them.
+    - the output's `logits` are made when they are first used, as the forward would have made them: with a graph to the model
+      unless it ran under no_grad or inference_mode, and under its autocast. Read them to pay for them, and read them before
+      ``optimizer.step()``: from an output layer that has changed they raise RuntimeError.
     - a final softcap (Gemma 2) is part of the cross-entropy; other losses refuse such a model. A scale of the logits counts.
     - tied weights get both gradients; a frozen output layer none. The weights must be whole where the loss is computed: a layer
       that FSDP or ZeRO-3 has split again by then is not supported. Under torch.compile the logits are stored.
@@ -55,6 +61,7 @@ def patch(model: Any, loss: str = "cross_entropy", **arguments: Any) -> Any:
     if hasattr(model, _STATE):
         raise ValueError(f"{type(model).__name__} is patched already; unpatch it first")
     head = _output_layer(model)
+    _refuse_other_losses(model)
     _row_loss(loss)  # an unknown name is an error here and not in the first step
     for name in ("target", "shift", "normalizer", "linear_bias", "input", "linear_weight"):
         if name in arguments:
@@ -114,6 +121,21 @@ def _output_layer(model: Any) -> nn.Linear:
     return layer
 
 
+def _refuse_other_losses(model: Any) -> None:
+    """Whether the model computes another loss, or this one without asking: a loss function of the user's does not count."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    kind, name = type(model), type(model).__name__
+    own = LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)
+    if own is not ForCausalLMLoss:
+        raise TypeError(f"model must compute transformers' loss of a causal language model, {name} computes {own.__name__}")
+    forwards = [inspect.unwrap(each.__dict__["forward"]) for each in kind.__mro__ if "forward" in each.__dict__]
+    if not any("loss_function" in forward.__code__.co_names for forward in forwards):
+        raise TypeError(
+            f"model must call its loss_function, {name} computes its loss in its own way, from logits: nothing would be saved"
+        )
+
+
 def _softcap(model: Any) -> float | None:
     config = getattr(model, "config", None)
     return getattr(config, "final_logit_softcapping", None)
@@ -149,8 +171,50 @@ class _Head(nn.Linear):
         tracing = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         if tracing or not _stack() or not _stack()[-1]:
             return super().forward(input)
-        kind = input.device.type
-        return Logits.of(input, self, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype)
+        now = _Moment.of(input, self)
+        return Logits.of(input, self, now, input.dtype if now.autocast is None else now.autocast)
+
+
+class _Moment(NamedTuple):
+    """What logits depend on beside hidden states, as it was in the forward."""
+
+    weights: list[tuple[Tensor, int, torch.UntypedStorage]]  #: of the layer, with their versions and memory
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+
+    @staticmethod
+    def of(hidden: Tensor, layer: nn.Linear) -> _Moment:
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return _Moment(_weights(layer), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    def refuse_another_layer(self, layer: nn.Linear) -> None:
+        """The layer must be what it was: logits of old hidden states and new weights are those of no model."""
+        for (then, version, memory), (now, new_version, new_memory) in zip(self.weights, _weights(layer), strict=True):
+            if then is not now or version != new_version or memory._cdata != new_memory._cdata:
+                raise RuntimeError(
+                    "these logits were not made in the forward, and the output layer has changed since then (optimizer.step(), "
+                    "load_state_dict, a conversion). Read them before it changes, for example "
+                    "predictions = output.logits.argmax(-1)"
+                )
+
+    @contextmanager
+    def again(self, device: torch.device) -> Iterator[None]:
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+    def is_now(self) -> bool:
+        return (self.grad, self.inference) == (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+def _weights(layer: nn.Linear) -> list[tuple[Tensor, int, torch.UntypedStorage]]:
+    found = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return [(t, 0 if t.is_inference() else t._version, t.untyped_storage()) for t in found]
 
 
 class Logits(Tensor):
@@ -158,27 +222,39 @@ class Logits(Tensor):
 
     hidden: Tensor
     layer: nn.Linear
+    moment: _Moment
     before: float
     after: float | None  # None: there is no tanh
 
     @staticmethod
-    def of(hidden: Tensor, layer: nn.Linear, dtype: torch.dtype, before: float = 1.0, after: float | None = None) -> Logits:
+    def of(
+        hidden: Tensor,
+        layer: nn.Linear,
+        moment: _Moment,
+        dtype: torch.dtype,
+        before: float = 1.0,
+        after: float | None = None,
+    ) -> Logits:
         x = torch.empty((), dtype=dtype, device=hidden.device).expand(*hidden.shape[:-1], layer.out_features)
         x = x.as_subclass(Logits)
-        x.hidden, x.layer, x.before, x.after = hidden, layer, before, after
+        x.hidden, x.layer, x.moment, x.before, x.after = hidden, layer, moment, before, after
         return x
 
     def made(self) -> Tensor:
         """The logits, part of the model's graph."""
         if "_made" not in self.__dict__:
-            x = nn.Linear.forward(self.layer, self.hidden)
-            x = x if self.before == 1 else x / self.before
-            x = x if self.after is None else torch.tanh(x) * self.after
-            self._made = x.to(self.dtype)
+            self.moment.refuse_another_layer(self.layer)
+            with self.moment.again(self.hidden.device):
+                x = nn.Linear.forward(self.layer, self.hidden)
+                x = x if self.before == 1 else x / self.before
+                x = x if self.after is None else torch.tanh(x) * self.after
+                self._made = x.to(self.dtype)
         return self._made
 
     def noted(self, name: str, other: Any) -> Logits | None:
         """What an operation makes of them, if it can be noted down."""
+        if "_made" in self.__dict__ or not self.moment.is_now():
+            return None
         dtype, before, after = self.dtype, self.before, self.after
         number = isinstance(other, (int, float)) and other != 0
         if name == "float":
@@ -191,7 +267,7 @@ class Logits(Tensor):
             before, after = (before / other, None) if after is None else (before, after * other)
         else:
             return None
-        return Logits.of(self.hidden, self.layer, dtype, before, after)
+        return Logits.of(self.hidden, self.layer, self.moment, dtype, before, after)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,6 +328,7 @@ class _Loss:
         if not isinstance(logits, Logits):
             return self._stored(logits, target, shift, arguments)
         layer, hidden = logits.layer, logits.hidden
+        logits.moment.refuse_another_layer(layer)
         bias: Tensor | None = layer.bias
         if logits.after is not None:
             arguments = {"softcap": logits.before, "temperature": logits.before / logits.after, **arguments}
