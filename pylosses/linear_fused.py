@@ -126,7 +126,7 @@ class FusedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         factors = Factors(*ctx.saved_tensors[:5])
-        # Handed out once: they are the caller's then. A second backward, or one at the same time, finds none and computes its own.
+        # Handed out once: they are the caller's then. A second backward, also one at the same time, finds none.
         gradients = ctx.__dict__.pop("ahead", None)
         wanted = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # create_graph=True

@@ -180,7 +180,7 @@ def test_kinds_of_rows_are_judged_apart():
 @pytest.mark.parametrize("name", ["adr", "entropy", "cross_entropy_adr"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_what_is_shown_is_an_error_of_something(name, backend):
-    """No line of a table says "100 % off, ok": float16 has no digits for a gradient of 1e-8, and plain PyTorch none for some."""
+    """No line says "100 % off, ok": float16 has no digits for a gradient of 1e-8, and plain PyTorch has none for some."""
     if LOSSES[name].why_not(backend) or not pylosses.backends()[backend].available:
         pytest.skip(f"no {backend}")
     outcome = checking.perform(checking.Check(LOSSES[name], backend, "cpu", None))

@@ -31,10 +31,10 @@ def patch(model: Any, loss: str = "cross_entropy", **arguments: Any) -> Any:
     """Let a causal language model of transformers compute its loss with pylosses, without storing its logits.
 
     Args:
-        model: a model with an output layer (`model.get_output_embeddings()`) that is a plain `nn.Linear`, and whose forward calls
-            the causal language model loss of transformers (`model.loss_function`): most `*ForCausalLM` classes. It is changed in
-            place. Others are refused: a masked language model predicts another label, and one that computes its loss in its own
-            way would make its logits as before.
+        model: a model with an output layer (`model.get_output_embeddings()`) that is a plain `nn.Linear`, and whose forward
+            calls the loss of a causal language model (`model.loss_function`): most `*ForCausalLM` classes. It is changed in
+            place. Others are refused: a masked language model predicts another label, and one that computes its loss in its
+            own way would make its logits as before.
         loss: name of a loss with labels in `pylosses.LOSSES`, of family "softmax" or "margin".
         arguments: keyword arguments of `pylosses.linear_loss` and of that loss, for every call: `label_smoothing`, `z_loss`,
             `margin`, `weight`, `workspace`, ... What comes with a call (`target`, `shift`, `normalizer`) is set by the patch.
