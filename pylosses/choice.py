@@ -2,8 +2,8 @@
 
 Asked for one (argument, `use_backend`, or PYLOSSES_BACKEND when pylosses is imported), it is used or an error gives the reason;
 asked for none, the first backend with no reason against it runs, and `reference` never has one. The output of a linear layer,
-which nobody has made yet, goes to a backend that never makes all of it, if one runs. That compiled kernels are missing altogether
-is said once.
+which nobody has made yet, goes to a backend that never makes all of it, if one runs. That compiled kernels are missing is said
+once.
 """
 
 from __future__ import annotations
