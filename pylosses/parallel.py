@@ -22,7 +22,8 @@ brings its own group: logits with `Shard` of the class dimension, or a weight wi
   or 16 rows where these are larger, and some ten numbers a row. Linear losses make the logits of a block again in backward.
 - eager mode only: no torch.compile, no torch.func. Differentiable once, with respect to the logits or the layer.
 
-`global_count` is for the other split, that of the rows: the divisor of a mean over all processes of data-parallel training.
+`global_count` is for the other split, that of the rows: the divisor of a mean over all processes of data-parallel training, with
+``averaged=True`` under DistributedDataParallel and FSDP.
 """
 
 from __future__ import annotations
@@ -531,16 +532,22 @@ def global_count(
 ) -> Tensor:
     """What a mean over the rows of all processes divides by: the `normalizer` of data-parallel training.
 
-    Each process has rows of its own. With ``loss(..., normalizer=global_count(target))`` the sum of the processes' losses is
-    the loss of one process with all rows, and the sum of their gradients its gradient.
+    Each process has rows of its own, and the step is to be that of one process with all rows. Which count that takes depends on
+    what becomes of the processes' gradients::
+
+        n = global_count(target, averaged=True)     # DistributedDataParallel and FSDP average them
+        n = global_count(target)                    # they are summed, by an all-reduce of your own
+        loss(input, target, normalizer=n).backward()
+
+    The average (or sum) of the processes' losses is then the loss of all rows, and that of their gradients its gradient. Without
+    `averaged` under DistributedDataParallel, the gradient is that gradient divided by the number of processes.
 
     Args:
         target: labels of this process's rows.
         losses: row losses (``reduction="none"``): only rows with a loss above zero count, as in ``reduction="above_zero"``.
         mask: rows that count, of a loss without labels.
         weight, sample_weight, ignore_index: as in the loss.
-        averaged: the gradients will be averaged over the processes, as DistributedDataParallel and FSDP do, and not summed:
-            divides the count by the number of processes.
+        averaged: divide the count by the number of processes, for gradients that will be averaged over them.
         group: the process group over which the rows are spread; None is the default group, or this process alone.
         timeout: seconds to wait for the others, with gloo.
 

@@ -239,6 +239,54 @@ def test_global_count_of_masks_and_of_nothing(found, world):
         assert float(r["mask"]) == int((y != IGNORE).sum()) and float(r["nothing"]) == 0
 
 
+TWO_PROCESSES = """
+import copy, os, sys, torch, pylosses
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+parent = os.fork()
+rank = int(parent == 0)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 5)
+x, y = torch.randn(11, 6), torch.randint(0, 5, (11,))
+y[[0, 8, 9]] = -100
+mine = slice(0, 3) if rank == 0 else slice(3, 11)  # 2 labels here, 6 there
+
+def gradient(model, rows, **normalizer):
+    model.zero_grad()
+    loss = pylosses.cross_entropy(model(x[rows]), y[rows], **normalizer)
+    loss.backward()
+    return next(model.parameters()).grad
+
+whole = gradient(model, slice(None))
+count = pylosses.parallel.global_count
+
+summed = gradient(copy.deepcopy(model), mine, normalizer=count(y[mine]))
+dist.all_reduce(summed)
+torch.testing.assert_close(summed, whole)
+
+averaging = DistributedDataParallel(copy.deepcopy(model))
+averaged = gradient(averaging, mine, normalizer=count(y[mine], averaged=True))
+torch.testing.assert_close(averaged, whole)
+
+halved = gradient(averaging, mine, normalizer=count(y[mine]))
+torch.testing.assert_close(2 * halved, whole)  # what the documentation warns of
+if not rank:
+    os.waitpid(parent, 0)
+    print("the gradients of one process", flush=True)
+os._exit(0)  # taking a gloo group down may block
+"""
+
+
+def test_the_two_forms_of_data_parallel(tmp_path):
+    """Gradients that are summed and those that DistributedDataParallel averages: both are those of one process."""
+    command = [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "the gradients of one process" in done.stdout and not done.stderr.count("Error"), done.stderr
+
+
 def test_global_count_of_one_process():
     x, y = torch.randn(5, 3, requires_grad=True), torch.tensor([0, 1, IGNORE, 2, 1])
     for losses in (None, pylosses.hem_loss(x, y, reduction="none")):
