@@ -22,8 +22,8 @@ brings its own group: logits with `Shard` of the class dimension, or a weight wi
   or 16 rows where these are larger, and some ten numbers a row. Linear losses make the logits of a block again in backward.
 - eager mode only: no torch.compile, no torch.func. Differentiable once, with respect to the logits or the layer.
 
-`global_count` is for the other split, that of the rows: the divisor of a mean over all processes of data-parallel training, with
-``averaged=True`` under DistributedDataParallel and FSDP.
+`global_count` is for the other split, that of the rows: the divisor of a mean over all processes of data-parallel training,
+with ``averaged=True`` under DistributedDataParallel and FSDP.
 """
 
 from __future__ import annotations
@@ -532,15 +532,15 @@ def global_count(
 ) -> Tensor:
     """What a mean over the rows of all processes divides by: the `normalizer` of data-parallel training.
 
-    Each process has rows of its own, and the step is to be that of one process with all rows. Which count that takes depends on
-    what becomes of the processes' gradients::
+    Each process has rows of its own, and the step is to be that of one process with all rows. Which count that takes depends
+    on what becomes of the processes' gradients::
 
         n = global_count(target, averaged=True)     # DistributedDataParallel and FSDP average them
         n = global_count(target)                    # they are summed, by an all-reduce of your own
         loss(input, target, normalizer=n).backward()
 
-    The average (or sum) of the processes' losses is then the loss of all rows, and that of their gradients its gradient. Without
-    `averaged` under DistributedDataParallel, the gradient is that gradient divided by the number of processes.
+    The average (or sum) of the processes' losses is then the loss of all rows, and that of their gradients its gradient.
+    Without `averaged` under DistributedDataParallel, the gradient is that gradient divided by the number of processes.
 
     Args:
         target: labels of this process's rows.

@@ -88,7 +88,8 @@ def confidence_scores(
 
     **Convention**
 
-    - all scores are confidences: energy is :math:`+T\,\mathrm{lse}`, entropies are negated.
+    - all scores are confidences: entropies are negated, and `energy` is :math:`+T\,\mathrm{lse}`, **minus** the energy of the
+      literature, which is low for familiar inputs.
     - gen keeps its precision on confident rows, where powers of rounded probabilities are far off: (20, 0, 0, 0, 0) gives
       -0.697 also in float32.
     - of equal logits, the lowest index is the prediction. One class: msp 1, gen and entropy 0.

@@ -62,7 +62,8 @@ def entropy_loss(
 
     Args:
         input: logits.
-        max_entropy: only rows with an entropy below it count; SAR uses 0.4 log C. None keeps all.
+        max_entropy: only rows with an entropy below it count. None keeps all. SAR's value is ``0.4 * math.log(C)``, which is
+            for the caller to give.
         mask: rows that count; the others are never read.
         sample_weight: factor of each row; enters the mean's divisor.
         reduction, normalizer, backend: as in `cross_entropy`.

@@ -131,6 +131,11 @@ def hem_loss(
 
     - `above_zero`, the default and the paper's rule, divides by the sum of `weight[target] * sample_weight` over rows with a
       loss above zero; `mean` over all counted rows.
+    - the ablations have the paper's value for each row, both off that of `multi_margin_loss`. Its batch rule for "+thres" and
+      for both off is the mean over the rows, which is ``reduction="mean"`` here: the default stays "above_zero".
+    - with margins (C), as the equation has it, the margin is that of the competing class: rare *competitors* must keep the
+      largest distance. Margins that grow with the rarity of the label, as class-balanced losses have them, are
+      ``margin_index="label"``.
     - an error equal to the threshold is kept; the derivative at a zero error is 0.
     - ignored rows are never read, give 0 and gradient 0; no row above zero gives 0.
     - ``-inf`` logits are masked classes: error 0, but they count in C. A masked target gives ``+inf``, a row of ``-inf`` or a
@@ -169,7 +174,9 @@ def hem_margins(class_counts: Tensor, *, M: float = 2000.0, shared: bool = False
     .. math:: \mu_j = \sqrt{M / (C s_j)}, \qquad \text{shared: } \mu = \sqrt{M / \textstyle\sum_j s_j}
 
     **Convention**: a class without samples counts as one sample (HEM); `shared=True` (HEM-) uses the plain sum, and gives (C)
-    equal margins. Balanced counts give the same margins either way. The result is float32, or float64 for float64 counts.
+    equal margins. Balanced counts give the same margins either way, sqrt(M / samples): 0.5 for 8,000 samples, 0.2 for 50,000,
+    0.1 for 200,000, where the paper's baseline, `multi_margin_loss`, has 1. M is for numbers of images: counts of pixels give
+    tiny margins. The result is float32, or float64 for float64 counts.
 
     Paper: "A Margin-Based Replacement for Cross-Entropy Loss", section 3; M = 2000 from its appendix.
 

@@ -48,6 +48,8 @@ def multi_margin_loss(
 
     - for `power` 1 and 2 and one margin it equals `torch.nn.functional.multi_margin_loss` with that `p`.
     - `mean` divides by the sum of `weight[target] * sample_weight` over counted rows, where torch divides by N.
+    - the default margin of 1 is the paper's for this baseline, where HEM's own rule gives 0.1 to 0.5: see `hem_margins`. Its
+      Table 1 takes `power` 0.5 and margin 0.5 for this loss as for HEM; equation (9) is `power` 1.
     - the divisor C counts the label and masked classes; the derivative at a zero error is 0.
     - ignored rows are never read, give 0 and gradient 0; nothing counted gives 0.
     - ``-inf`` logits are masked classes: error 0. A masked target gives ``+inf``; a row of ``-inf`` or with NaN gives NaN.

@@ -157,6 +157,8 @@ def target_loss(
     - ``-inf`` logits are masked classes. A masked target gives the limit at p = 0: 1/q for "gce", 1 for "mae", 1/(tau - 1) for
       "compsum" with tau > 1, -b floor for "sce" with a = 0, else ``+inf``. Its gradient is finite, except for "sumexp" and
       "compsum" with tau < 1, which grow like powers of 1/p and overflow, loss and gradient, when p is small enough.
+    - "dco": the paper's p is the probability of a whole sequence. Here it is that of each label, which for a language model is
+      another loss: that of n draws at every step.
     - a label outside [0, C) raises IndexError.
 
     Paper: Lin et al. 2017 (focal), Zhang and Sabuncu 2018 (gce), Wang et al. 2019 (sce), Mao et al. 2023 (compsum, recalled);
