@@ -32,7 +32,9 @@ from .tile import (
     row_pointers,
     rows_of,
     save,
+    save_class,
     saved,
+    saved_class,
     store_block,
     upstream,
     weights_of,
@@ -89,8 +91,8 @@ def statistics(
     save(p_saved, rows, count, 1, s.rest + (s.moment - s.moment), live)
     save(p_saved, rows, count, 2, second, live)
     save(p_saved, rows, count, 3, tl.sum(e, 1), live)
-    save(p_saved, rows, count, 4, at_rank(best.at, 0, KEEP).to(ACC), live)
-    save(p_saved, rows, count, 5, last_of(best.at, COUNT, KEEP).to(ACC), live)
+    save_class(p_saved, rows, count, 4, at_rank(best.at, 0, KEEP), live)
+    save_class(p_saved, rows, count, 5, last_of(best.at, COUNT, KEEP), live)
     save(p_saved, rows, count, 6, phi + (s.moment - s.moment), live)
     if CE != ALONE:
         weights = weights_of(p_weight if CE == HARD else None, None, p_sample, rows, labels, ACC)
@@ -148,8 +150,8 @@ def backward(
     rest = saved(p_saved, rows, count, 1, live)
     second = saved(p_saved, rows, count, 2, live)
     others = saved(p_saved, rows, count, 3, live)
-    i_first = saved(p_saved, rows, count, 4, live).to(tl.int32)
-    i_last = saved(p_saved, rows, count, 5, live).to(tl.int32)
+    i_first = saved_class(p_saved, rows, count, 4, live)
+    i_last = saved_class(p_saved, rows, count, 5, live)
     m = load_label(p_x, i_first.to(tl.int64), x_at, live & (i_first < NOWHERE), ACC)
     last = load_label(p_x, i_last.to(tl.int64), x_at, live & (i_last < NOWHERE), ACC)
     d = 1.0 + rest

@@ -127,6 +127,8 @@ def reduced(call: Any, partial: Tensor | None, loss: Tensor, saved: Tensor | Non
         return
     normalizer = call.normalizer
     given = isinstance(normalizer, Tensor)
+    if given:  # it may be anywhere, a kernel reads its own device
+        normalizer = normalizer.to(loss.device)
     finish[(1,)](
         partial, loss, saved, normalizer if given else None, partial.shape[1],
         float(normalizer) if normalizer is not None and not given else 1.0, REDUCTIONS[call.reduction],

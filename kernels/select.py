@@ -28,7 +28,9 @@ from .tile import (
     row_pointers,
     rows_of,
     save,
+    save_class,
     saved,
+    saved_class,
     store_block,
     upstream,
     weights_of,
@@ -156,9 +158,9 @@ def forward(
     save(p_saved, rows, count, 0, tl.where(above_zero, 1.0, 0.0), rows.exists)
     save(p_saved, rows, count, 1, lost, kept.live)
     save(p_saved, rows, count, 2, result.own, kept.live)
-    save(p_saved, rows, count, 3, at_rank(best.at, 0, KEEP).to(ACC), kept.live)
-    save(p_saved, rows, count, 4, at_rank(best.at, BEFORE, KEEP).to(ACC), kept.live)
-    save(p_saved, rows, count, 5, last_of(best.at, COUNT, KEEP).to(ACC), kept.live)
+    save_class(p_saved, rows, count, 3, at_rank(best.at, 0, KEEP), kept.live)
+    save_class(p_saved, rows, count, 4, at_rank(best.at, BEFORE, KEEP), kept.live)
+    save_class(p_saved, rows, count, 5, last_of(best.at, COUNT, KEEP), kept.live)
 
 
 @triton.jit
@@ -177,9 +179,9 @@ def backward(
     p_grad = row_pointers(p_grad, grad_at, outer, rows)
     rest = saved(p_saved, rows, count, 1, live)
     own = saved(p_saved, rows, count, 2, live)
-    i_first = saved(p_saved, rows, count, 3, live).to(tl.int32)
-    i_before = saved(p_saved, rows, count, 4, live).to(tl.int32)
-    i_last = saved(p_saved, rows, count, 5, live).to(tl.int32)
+    i_first = saved_class(p_saved, rows, count, 3, live)
+    i_before = saved_class(p_saved, rows, count, 4, live)
+    i_last = saved_class(p_saved, rows, count, 5, live)
     up, _ = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, False)
     some = live & READ & (i_last < NOWHERE) & (i_before < NOWHERE)
     m = load_label(p_x, i_first.to(tl.int64), x_at, live & READ & (i_first < NOWHERE), ACC)

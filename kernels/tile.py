@@ -176,6 +176,26 @@ def saved(p_saved, rows, count, k, live):
 
 
 @triton.jit
+def save_class(p_saved, rows, count, k, i, live):
+    """A class among the statistics. Its bits, in float32: as a number it would be rounded from 2^24 classes on."""
+    if p_saved is not None:
+        if p_saved.dtype.element_ty == tl.float64:
+            save(p_saved, rows, count, k, i.to(tl.float64), live)
+        else:
+            save(p_saved, rows, count, k, i.to(tl.float32, bitcast=True), live)
+
+
+@triton.jit
+def saved_class(p_saved, rows, count, k, live):
+    value = saved(p_saved, rows, count, k, live)
+    if p_saved.dtype.element_ty == tl.float64:
+        i = value.to(tl.int32)
+    else:
+        i = value.to(tl.int32, bitcast=True)
+    return i
+
+
+@triton.jit
 def _place(p_saved, rows, count, k):
     return p_saved + 2 + k * tl.cast(count, tl.int64) + rows.number
 

@@ -1,9 +1,11 @@
 """Is the Triton backend chosen when it should be? tests/interpreted has its numbers, test_triton_ptx.py what it compiles to."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,3 +48,15 @@ def test_works_without_triton():
 def test_interpreter_makes_it_available():
     code = "import torch, pylosses; x = torch.zeros(2, 4); print(float(pylosses.entropy_loss(x, backend='triton')))"
     assert float(python(code, TRITON_INTERPRET="1")) == pytest.approx(1.3862944)
+
+
+@needs_triton
+def test_a_normalizer_goes_to_the_device_of_the_loss(monkeypatch):
+    """A kernel cannot read host memory: every tensor that the last launch is given is where the sums are."""
+    launch, given = importlib.import_module("pylosses.kernels.launch"), []
+    monkeypatch.setattr(launch, "finish", {(1,): lambda *arguments, **options: given.extend(arguments)})
+    partial, loss, saved = (torch.empty(shape, device="meta") for shape in ((4, 3), (), 2))
+    call = SimpleNamespace(normalizer=torch.tensor(5.0), reduction="mean")
+    launch.reduced(call, partial, loss, saved)
+    tensors = [a for a in given if isinstance(a, torch.Tensor)]
+    assert len(tensors) == 4 and {t.device.type for t in tensors} == {"meta"}

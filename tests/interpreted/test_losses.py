@@ -159,6 +159,17 @@ def test_many_kept_classes():
         assert torch.allclose(got.double(), truth, rtol=1e-5) and torch.allclose(g.double(), t, atol=1e-7)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="a minute a loss; tests/test_triton_ptx.py sees that classes are saved as bits")
+@pytest.mark.parametrize("function", [pylosses.sparse_cl_loss, lambda x, **more: pylosses.adr_loss(x, top=1, **more)])
+def test_classes_that_float32_cannot_count(function):
+    """Where the largest logit is class 2^24 + 1, which is kept for backward: its gradient is not its neighbour's."""
+    x = torch.zeros(1, 2**24 + 9)
+    x[0, 2**24 + 1] = 20.0
+    leaf = x.requires_grad_()
+    function(leaf, backend="triton").backward()
+    assert int(leaf.grad.abs().argmax()) == 2**24 + 1
+
+
 def test_nan_and_inf_stay_in_their_rows():
     x = torch.randn(4, 6)
     x[1, 2], x[2, 3] = NAN, -INF
