@@ -107,6 +107,11 @@ def _backend(driver: Any) -> str:
     return driver.get_current_target().backend
 
 
+def is_turing() -> bool:
+    """Whether a multiprocessor has 64 KiB of shared memory alone (sm_75)."""
+    return compiled_for() == "cuda" and triton.runtime.driver.active.get_current_target().arch < 80
+
+
 def shared(formula: Formula, call: Any, x: Tensor, g: Geometry, block: Tile) -> dict[str, Any]:
     """What the kernels of every family may ask for, by the names of their parameters."""
     k, options, features = formula.arguments(*call.scalars)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .launch import NUMBERS, REDUCTIONS, compiled_for, launch
+from .launch import NUMBERS, REDUCTIONS, compiled_for, is_turing, launch
 from .linear_tile import label_logits, load_rows, logits_of, ordered_rows, part_of, split, their_labels, times
 from .tile import numbers
 from .tuning import LINEAR_BYTES, LINEAR_LABELS, LINEAR_PROGRAMS, ROWS_ALONE, LinearTile, linear_gradient_tile, linear_tile
@@ -178,7 +178,7 @@ def launch_backward(
     known |= ordered(slopes.ne(0).any(0))
     known |= {"p_slopes": slopes, "GRADIENT": family.gradient, "FEATURES": family.constants(known)}
     h = w = b = None
-    kind = known["TYPE"].primitive_bitwidth // 8, is_crowded(call, known)
+    kind = known["TYPE"].primitive_bitwidth // 8, is_crowded(call, known) or is_turing()  # 80 KiB else
     if wanted[0]:
         known |= tiled(linear_gradient_tile(*kind, of_rows=True))
         rows = triton.cdiv(count, known["ROWS"])

@@ -42,6 +42,19 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_linear_kernels_fit_turing(dtype):
+    """The compiler's number for sm_75, whose multiprocessors have 64 KiB of shared memory."""
+    from ahead import compiling, layer_of
+
+    call, h, w, b = layer_of("cross_entropy", dtype, 256, 512, 128)
+    with compiling("sm_75") as launches:
+        loss, saved = backend.product_forward(call, h, w, b)
+        backend.product_backward(call, h, w, b, saved, loss, (True, True, True))
+    sizes = {launch.name: launch.compiled.metadata.shared for launch in launches}
+    assert "linear.d_hidden" in sizes and max(sizes.values()) <= 64 * 2**10, sizes
+
+
 @pytest.mark.parametrize(("name", "shape", "target"), COMPILED)
 def test_compiles_to_what_the_model_says(name, shape, target):
     """No spills, whole vectors, and in the innermost loop no load or store more than the traffic model has."""

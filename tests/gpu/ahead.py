@@ -28,6 +28,7 @@ from pylosses import triton as backend
 from pylosses.autograd import Call
 
 TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
