@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import pool
 from .check import ACCUMULATE, bad_label, label_shape
+from .pool import DEVICE
 
 if TYPE_CHECKING:
     from .autograd import Call
@@ -103,7 +104,7 @@ def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Ten
 
 
 def _forward(call: Call, x: Tensor, saved: int, gradient: int, stride: tuple[int, ...]) -> Tensor:
-    loss = torch.empty(loss_shape(call, x), dtype=ACCUMULATE[x.dtype])
+    loss = torch.empty(loss_shape(call, x), dtype=ACCUMULATE[x.dtype], device=DEVICE)
     bad = _cpu.forward(*_description(call, x), loss.data_ptr(), saved, gradient, stride)
     if bad >= 0:
         assert call.y is not None
@@ -124,8 +125,8 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | N
 def scores(x: Tensor, temperature: float, gamma: float, most: int) -> tuple[Tensor, ...]:
     """The fields of `ConfidenceScores`, shaped like labels of x; `most` classes enter gen."""
     shape = label_shape(x.shape)
-    found = [torch.empty(shape, dtype=ACCUMULATE[x.dtype]) for _ in range(5)]
-    found.append(torch.empty(shape, dtype=torch.int64))
+    dtypes = [ACCUMULATE[x.dtype]] * 5 + [torch.int64]
+    found = [torch.empty(shape, dtype=dtype, device=DEVICE) for dtype in dtypes]
     pointers = [score.data_ptr() for score in found]
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     logits = _DTYPE[x.dtype], x.data_ptr(), x.shape, x.stride()
@@ -160,7 +161,7 @@ def loss_shape(call: Call, x: Tensor) -> torch.Size:
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
     """Memory for what backward needs, from torch: it may be traced."""
-    return torch.empty(saved_bytes(call, x), dtype=torch.uint8)
+    return torch.empty(saved_bytes(call, x), dtype=torch.uint8, device=DEVICE)
 
 
 def saved_bytes(call: Call, x: Tensor) -> int:

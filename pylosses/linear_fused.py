@@ -180,7 +180,7 @@ class Rows(NamedTuple):
 
     def masses(self, weight: Tensor | None, counted: Tensor | None) -> tuple[float, float]:
         """What a mean over `counted` rows (None: all) divides by, with and without class weights."""
-        s = torch.ones(len(self.h), dtype=torch.float64) if self.sample_weight is None else self.sample_weight.double()
+        s = self.h.new_ones(len(self.h), dtype=torch.float64) if self.sample_weight is None else self.sample_weight.double()
         s = s if counted is None else s[counted]
         count = float(s.sum())
         if weight is None or self.y is None:
@@ -274,7 +274,7 @@ class _Waiting:
         self.count, self.parts = 0, []
         if len(parts) == 1:
             return g, *parts[0]
-        rows = [torch.arange(r.start, r.stop) if isinstance(r, slice) else r for _, r in parts]
+        rows = [torch.arange(r.start, r.stop, device=g.device) if isinstance(r, slice) else r for _, r in parts]
         return g, torch.cat([h for h, _ in parts]), torch.cat(rows)
 
 
@@ -326,8 +326,8 @@ def _run(
         size = _block_rows(
             rows.living(), len(w), h.shape[-1], dtype.itemsize, 1 if in_place else 2, call.kernel == "hem", workspace
         )
-        memory = torch.empty(1 if in_place else 2, min(size, rows.living()), len(w), dtype=dtype)
-        losses, total = torch.zeros(len(rows.h), dtype=dtype), 0.0
+        memory = h.new_empty(1 if in_place else 2, min(size, rows.living()), len(w), dtype=dtype)
+        losses, total = h.new_zeros(len(rows.h), dtype=dtype), 0.0
         first, waiting = 0, _Waiting(memory[-1])
         while first < rows.living():
             last = min(first + size - waiting.count, rows.living())
@@ -357,7 +357,7 @@ def _run(
             if 2 * waiting.count > size or (first == rows.living() and waiting.count > 0):
                 gradients.add(*waiting.taken(), w)
     if at_once:
-        return torch.tensor(total, dtype=dtype), gradients
+        return h.new_tensor(total, dtype=dtype), gradients
     if reduced.reduction == "none":
         return losses.view(h.shape[:-1]), gradients
     return _reduced(reduced, losses, rows, gradients), gradients
@@ -406,7 +406,7 @@ def _with_loss(g: Tensor, h: Tensor, losses: Tensor, take: slice | Tensor) -> tu
     movers = order[order >= count]
     for gap, mover in zip(gaps.tolist(), movers.tolist(), strict=True):
         g[gap].copy_(g[mover])
-    order = torch.arange(count).index_copy_(0, gaps, movers)
+    order = torch.arange(count, device=g.device).index_copy_(0, gaps, movers)
     return g[:count], h[order], order + take.start if isinstance(take, slice) else take[order]
 
 

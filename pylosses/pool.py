@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import check
 
+DEVICE = torch.device("cpu")  #: of every allocation for the C++ kernels: torch's default may be another
 _LEAST = 8 << 20  # bytes: smaller buffers come from torch, whose allocator reuses them anyway
 DEFAULT_LIMIT = 1 << 30
 _limit = 0
@@ -35,7 +36,7 @@ def new_gradient(x: Tensor) -> Tensor:
 def new_bytes(size: int) -> Tensor:
     """So many uninitialised bytes, from the pool when it is on and they are many."""
     if not _is_pooled(size):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=DEVICE)
     return torch.frombuffer(_native.Buffer(size), dtype=torch.uint8)
 
 

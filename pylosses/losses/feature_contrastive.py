@@ -53,7 +53,7 @@ def fused(
     if negative_valid is not None:
         hard = torch.where(negative_valid, hard, -torch.inf)
     values = torch.stack([(anchor * positive).sum(dim=1) / temperature, hard], dim=1)
-    own = torch.arange(len(anchor))
+    own = torch.arange(len(anchor), device=anchor.device)
     weight = torch.cat([anchor, anchor.new_zeros(1, anchor.shape[1])])  # the last class is the row's own negative
     rows = product(
         anchor / temperature, weight, None, given=(torch.stack([own, torch.full_like(own, len(own))], dim=1), values)

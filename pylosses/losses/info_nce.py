@@ -41,7 +41,7 @@ def fused(
     a, b = unit(a), unit(b)
 
     def one_way(h: Tensor, w: Tensor) -> Tensor:
-        rows, own = product(h / temperature, w, None), torch.arange(len(h))
+        rows, own = product(h / temperature, w, None), torch.arange(len(h), device=h.device)
         return cross_entropy(rows, own, label_smoothing=label_smoothing, reduction=reduction, backend="cpu")
 
     return (one_way(a, b) + one_way(b, a)) / 2 if symmetric else one_way(a, b)
