@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import cpu, cuda, triton
 from .check import Problem
+from .plain import TYPES, is_batch
 
 
 class Call(NamedTuple):
@@ -45,21 +46,13 @@ KERNELS: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton}
 def fused(call: Call, problem: Problem) -> Tensor:
     """The reduced loss of `call` on the problem's logits, differentiable once."""
     x = problem.x
-    if not is_plain(x):
+    if not (problem.eager and type(x) in TYPES):
         from .compile import traced
 
         return traced(call, x)
     if x.requires_grad and torch.is_grad_enabled():
         return _apply(x, call)
     return KERNELS[call.backend].forward(call, x, False)[0]
-
-
-def is_plain(x: Tensor) -> bool:
-    """Is this an ordinary eager call on an ordinary tensor, whose memory a kernel may read at once?"""
-    return not (torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active())
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Fused(torch.autograd.Function):
@@ -74,13 +67,17 @@ class Fused(torch.autograd.Function):
             loss, saved = kernels.forward(call, x, True)
             ctx.ahead = None
         # The labels and weights are saved too, so that changing them in place before backward is an error.
-        ctx.save_for_backward(x, saved, *(t for t in call.tensors() if t is not None))
+        ctx.save_for_backward(x, saved, *[t for t in call.tensors() if t is not None])
         ctx.call = call
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         x, saved = ctx.saved_tensors[:2]
+        if is_batch(grad):
+            from .compile import traced_backward
+
+            return traced_backward(ctx.call, x, saved, grad), None
         if torch.is_grad_enabled():  # create_graph=True
             return Once.apply(x, grad, saved, ctx.call), None
         kernels = KERNELS[ctx.call.backend]
@@ -97,7 +94,7 @@ class Fused(torch.autograd.Function):
         return kernels.backward(ctx.call, x, saved, grad, out=gradient), None
 
 
-#: `Fused.apply` without its look for torch.func, which `is_plain` has had: 4 of 100 us of a small step
+#: `Fused.apply` without its look for torch.func, which the checks have had: 4 of 100 us of a small step
 _apply = super(torch.autograd.Function, Fused).apply
 
 

@@ -12,6 +12,7 @@ from .autograd import Call, fused
 from .check import Problem
 from .linear_fused import Product, fused_product
 from .parallel_group import Sharded
+from .plain import TYPES
 from .reduce import RowLoss, reduce
 from .spec import LossSpec
 
@@ -58,7 +59,11 @@ def labelled(
     )
     if vectors:
         for name, value in vectors.items():
-            own[name] = value if value is None else check.per_class(name, value, problem.classes, input)
+            if value is not None:
+                value = check.per_class(name, value, problem.classes, input, problem.eager)
+                if type(value) not in TYPES:
+                    problem = problem._replace(eager=False)
+            own[name] = value
     return _run(spec, problem, own, backend)
 
 
@@ -111,17 +116,27 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
 
 
 def _obstacle(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> str | None:
-    """Why the arguments of this call are none for a fused kernel, or None."""
+    """Why this call is none for a fused kernel, or None."""
+    if not problem.eager and not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        return "torch.jit.trace records PyTorch's own operations, which only the reference backend consists of"
     return learned(problem, own) or spec.beyond(**own)
 
 
 def learned(problem: Problem, own: dict[str, Any]) -> str | None:
     """Which argument besides the logits wants a gradient, or None."""
-    others = ("target", problem.soft), ("weight", problem.weight), ("sample_weight", problem.sample_weight), *own.items()
-    for name, value in others:
-        if value is not None and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            return f"{name} requires a gradient, which only the reference backend computes"
-    return None
+    name = None
+    if problem.soft is not None and problem.soft.requires_grad:
+        name = "target"
+    elif problem.weight is not None and problem.weight.requires_grad:
+        name = "weight"
+    elif problem.sample_weight is not None and problem.sample_weight.requires_grad:
+        name = "sample_weight"
+    for key, value in own.items():
+        if value is not None and type(value) is not float and isinstance(value, Tensor) and value.requires_grad:
+            name = key
+    if name is None or not torch.is_grad_enabled():
+        return None
+    return f"{name} requires a gradient, which only the reference backend computes"
 
 
 def run_reference(spec: LossSpec, problem: Problem, own: dict[str, Any]) -> Tensor:
@@ -143,8 +158,7 @@ def _outside(y: Tensor, problem: Problem) -> Tensor:
 
 def _labels_are_checked(problem: Problem) -> bool:
     """Whether a bad label is an error at once; elsewhere looking would wait for the device, and its row is NaN."""
-    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    return eager and (problem.check_labels or problem.x.device.type == "cpu")
+    return problem.eager and (problem.check_labels or problem.x.device.type == "cpu")
 
 
 def _refuse(problem: Problem, outside: Tensor) -> None:

@@ -6,10 +6,13 @@ A message names the argument, what came and what was expected.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .plain import TYPES, is_eager, plain
 
 #: logits dtype -> dtype of statistics and losses
 ACCUMULATE = {
@@ -38,6 +41,7 @@ class Problem(NamedTuple):
     classes: int
     shape: torch.Size  # of the labels, and of the loss with reduction "none"
     dtype: torch.dtype  # of statistics and losses
+    eager: bool = True  # the call runs at once, unseen, and no tensor besides x is of a subclass
 
 
 def labelled(
@@ -52,9 +56,13 @@ def labelled(
     soft_targets: bool = False,
 ) -> Problem:
     """Check the tensors of a loss with labels (or, if `soft_targets`, with class probabilities)."""
-    classes, shape, dtype = _logits(input)
+    eager = is_eager()
+    input, classes, shape, dtype = _logits(input, eager)
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
+    if eager:
+        target = plain("target", target)
+        eager = type(target) in TYPES
     soft = None
     if target.dtype not in INDEX_DTYPES:
         if not (soft_targets and target.is_floating_point()):
@@ -70,14 +78,18 @@ def labelled(
         )
     same_device("target", target, input)
     if weight is not None:
-        weight = per_class("weight", weight, classes, input)
+        weight = per_class("weight", weight, classes, input, eager)
+        eager = eager and type(weight) in TYPES
     if sample_weight is not None:
-        sample_weight = _per_row("sample_weight", sample_weight, shape, input).to(dtype)
-    normalizer = _reduction(reduction, normalizer, input)
+        sample_weight = _per_row("sample_weight", sample_weight, shape, input, eager).to(dtype)
+        eager = eager and type(sample_weight) in TYPES
+    ignore_index = label("ignore_index", ignore_index)
+    normalizer = _reduction(reduction, normalizer, eager)
     y = None if soft is not None else target
     return Problem(
-        input, y, soft, weight, sample_weight, None, ignore_index, reduction, normalizer, check_labels, classes, shape, dtype
-    )
+        input, y, soft, weight, sample_weight, None, ignore_index, reduction, normalizer, check_labels, classes, shape, dtype,
+        eager,
+    )  # fmt: skip
 
 
 def unlabelled(
@@ -88,20 +100,27 @@ def unlabelled(
     normalizer: float | Tensor | None,
 ) -> Problem:
     """Check the tensors of a loss without labels."""
-    classes, shape, dtype = _logits(input)
+    eager = is_eager()
+    input, classes, shape, dtype = _logits(input, eager)
     if mask is not None:
-        mask = _per_row("mask", mask, shape, input)
+        mask = _per_row("mask", mask, shape, input, eager)
+        eager = eager and type(mask) in TYPES
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be a bool tensor, got {mask.dtype}")
     if sample_weight is not None:
-        sample_weight = _per_row("sample_weight", sample_weight, shape, input).to(dtype)
-    normalizer = _reduction(reduction, normalizer, input)
-    return Problem(input, None, None, None, sample_weight, mask, -100, reduction, normalizer, False, classes, shape, dtype)
+        sample_weight = _per_row("sample_weight", sample_weight, shape, input, eager).to(dtype)
+        eager = eager and type(sample_weight) in TYPES
+    normalizer = _reduction(reduction, normalizer, eager)
+    return Problem(
+        input, None, None, None, sample_weight, mask, -100, reduction, normalizer, False, classes, shape, dtype, eager
+    )
 
 
-def _logits(input: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+def _logits(input: Tensor, eager: bool) -> tuple[Tensor, int, torch.Size, torch.dtype]:
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a Tensor of logits, got {type(input).__name__}")
+    if eager:
+        input = plain("input", input)
     dtype = ACCUMULATE.get(input.dtype)
     if dtype is None:
         raise TypeError(f"input must be float32, bfloat16, float16 or float64, got {input.dtype}")
@@ -111,17 +130,21 @@ def _logits(input: Tensor) -> tuple[int, torch.Size, torch.dtype]:
     classes = shape[1] if len(shape) > 1 else shape[0]
     if classes == 0:
         raise ValueError(f"input must have at least one class, got shape {tuple(shape)}")
-    return classes, label_shape(shape), dtype
+    return input, classes, label_shape(shape), dtype
 
 
 def label_shape(shape: torch.Size) -> torch.Size:
     """The shape of logits without their class dimension: that of labels, and of row losses."""
+    if len(shape) == 2:  # rows: what is short counts
+        return shape[:1]
     return shape[:1] + shape[2:] if len(shape) > 1 else shape[:0]
 
 
-def _per_row(name: str, value: Tensor, shape: torch.Size, input: Tensor) -> Tensor:
+def _per_row(name: str, value: Tensor, shape: torch.Size, input: Tensor, eager: bool) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    if eager:
+        value = plain(name, value)
     if value.shape != shape:
         raise ValueError(
             f"{name} must have shape {tuple(shape)} for input of shape {tuple(input.shape)}, got {tuple(value.shape)}"
@@ -130,7 +153,7 @@ def _per_row(name: str, value: Tensor, shape: torch.Size, input: Tensor) -> Tens
     return value
 
 
-def _reduction(reduction: str, normalizer: Any, input: Tensor) -> float | Tensor | None:
+def _reduction(reduction: str, normalizer: Any, eager: bool) -> float | Tensor | None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if normalizer is None:
@@ -138,6 +161,8 @@ def _reduction(reduction: str, normalizer: Any, input: Tensor) -> float | Tensor
     if reduction not in ("mean", "above_zero"):
         raise ValueError(f'normalizer replaces the divisor of "mean" or "above_zero"; it has no use with {reduction!r}')
     if isinstance(normalizer, Tensor):
+        if eager:
+            normalizer = plain("normalizer", normalizer)
         if normalizer.dim() != 0:
             raise ValueError(f"normalizer must be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}")
         return normalizer.detach()
@@ -153,10 +178,12 @@ def same_device(name: str, value: Tensor, input: Tensor) -> None:
         raise ValueError(f"{name} must be on {input.device} like input, got {value.device}")
 
 
-def per_class(name: str, value: Any, classes: int, input: Tensor) -> Tensor:
+def per_class(name: str, value: Any, classes: int, input: Tensor, eager: bool) -> Tensor:
     """A (C) tensor in the dtype of input's statistics."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor of shape ({classes},), got {type(value).__name__}")
+    if eager:
+        value = plain(name, value)
     if value.shape != (classes,):
         raise ValueError(
             f"{name} must have shape ({classes},) for input of shape {tuple(input.shape)}, got {tuple(value.shape)}"
@@ -188,6 +215,17 @@ def integer(name: str, value: Any, *, least: int, most: int | None = None) -> in
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if value < least or (most is not None and value > most):
         raise ValueError(f"{name} must be at least {least}{'' if most is None else f' and at most {most}'}, got {value}")
+    return value
+
+
+def label(name: str, value: Any) -> int:
+    """An integer that labels can hold."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(f"{name} must be an integer, got {value if value is None else type(value).__name__}")
+        value = index(value)  # NumPy's integers
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an int64, at least -2^63 and below 2^63, got {value}")
     return value
 
 

@@ -27,15 +27,23 @@ def _call(
     y: Any, soft: Any, weight: Any, shift: Any, factor: Any, sample_weight: Any, normalizer: Any,
     backend: str, kernel: str, scalars: Sequence[float], ignore_index: int, reduction: str,
 ) -> Call:  # fmt: skip
+    y, soft, weight, shift, factor, sample_weight = (
+        t if t is None else t.resolve_neg() for t in (y, soft, weight, shift, factor, sample_weight)
+    )
     return Call(
         backend, kernel, y, soft, weight, shift, factor, sample_weight, tuple(scalars), ignore_index, reduction, normalizer
     )
 
 
+# Tensors with the negative bit come as they are: torch would resolve them by a copy, which inductor makes without the sign.
+for _name in ("forward", "backward"):
+    torch.library.impl(f"pylosses::{_name}", "Negative", torch.library.fallthrough_kernel)
+
+
 @torch.library.impl("pylosses::forward", "CompositeExplicitAutograd")
 def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(*rest)
-    return KERNELS[call.backend].forward(call, x, True)
+    return KERNELS[call.backend].forward(call, x.resolve_neg(), True)
 
 
 @torch.library.register_fake("pylosses::forward")
@@ -48,7 +56,7 @@ def _forward_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("pylosses::backward", "CompositeExplicitAutograd")
 def _backward(grad: Tensor, saved: Tensor, x: Tensor, *rest: Any) -> Tensor:
     call = _call(*rest)
-    return KERNELS[call.backend].backward(call, x, saved, grad)
+    return KERNELS[call.backend].backward(call, x.resolve_neg(), saved, grad.resolve_neg())
 
 
 @torch.library.register_fake("pylosses::backward")
@@ -65,6 +73,18 @@ def _looped(function: Callable[..., Any], batch: int, in_dims: Sequence[Any], in
     if isinstance(results[0], tuple):
         return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
     return torch.stack(results), 0
+
+
+class Reverse(torch.autograd.Function):
+    """A function without a forward-mode derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "forward-mode derivatives (torch.func.jvp, jacfwd and hessian, torch.autograd.forward_ad) are not supported by the "
+            'fused backends; call the loss with backend="reference", or inside `with pylosses.use_backend("reference")`, which '
+            "is plain PyTorch and has them"
+        )
 
 
 class Traced(torch.autograd.Function):
@@ -91,7 +111,17 @@ class Traced(torch.autograd.Function):
         return _looped(Traced.apply, info.batch_size, in_dims, inputs)
 
 
-class TracedOnce(torch.autograd.Function):
+class Transformed(Traced):
+    """The same with the word on forward-mode derivatives: dynamo traces no function that has one."""
+
+    jvp = Reverse.jvp
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *inputs: Any) -> Any:
+        return _looped(Transformed.apply, info.batch_size, in_dims, inputs)
+
+
+class TracedOnce(Reverse):
     """Its gradient, which is not differentiable again."""
 
     @staticmethod
@@ -113,12 +143,44 @@ class TracedOnce(torch.autograd.Function):
 
 def traced(call: Call, x: Tensor) -> Tensor:
     """`autograd.fused` for everything that is not a plain eager call."""
+    inputs = _inputs(call, x)
+    if not torch.compiler.is_compiling():
+        return Transformed.apply(*inputs)[0]
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return torch.ops.pylosses.forward(*inputs)[0]
+    return Traced.apply(*inputs)[0]
+
+
+def traced_backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of an eager call for an upstream gradient that is not plain: a loop over the elements of a batch."""
+    gradient = TracedOnce.apply(grad, saved, *_inputs(call, x))
+    return gradient + nothing(call, x) if torch.is_grad_enabled() else gradient
+
+
+def nothing(call: Call, x: Tensor) -> Tensor:
+    """A zero that refuses to be differentiated: what is below a batch of torch.autograd.grad knows nothing of `TracedOnce`."""
+    return Nothing.apply(x, call.backend)
+
+
+class Nothing(Reverse):
+    @staticmethod
+    def forward(x: Tensor, backend: str) -> Tensor:
+        return x.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backend = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise twice(ctx.backend)
+
+
+def _inputs(call: Call, x: Tensor) -> tuple[Any, ...]:
+    """The inputs of the ops."""
     normalizer = call.normalizer
     if isinstance(normalizer, float):
         normalizer = torch.full((), normalizer, dtype=torch.float64, device=x.device)
-    inputs = (
+    return (
         x, *call.tensors(), normalizer, call.backend, call.kernel, list(call.scalars), call.ignore_index, call.reduction,
     )  # fmt: skip
-    if torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
-        return torch.ops.pylosses.forward(*inputs)[0]
-    return Traced.apply(*inputs)[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import pool
 from .check import ACCUMULATE, bad_label, label_shape
+from .plain import is_plain
 from .pool import DEVICE
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ absent: str | None = None  #: why the kernels cannot be used, or None
 try:
     _cpu = import_module("pylosses._cpu")
 except ImportError as error:
+    if "PYLOSSES_ISA" in str(error):
+        raise ValueError(str(error)) from None
     try:
         absent = import_module("pylosses._build").REASON
     except ImportError:
@@ -118,6 +121,8 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | N
     dtype = ACCUMULATE[x.dtype]
     if grad.dtype != dtype or grad.dim() > 0:
         grad = grad.to(dtype).contiguous()
+    if not is_plain(grad):  # a lazy sign, zeros without memory
+        grad = grad.clone()
     _cpu.backward(*_description(call, x), grad.data_ptr(), saved.data_ptr(), result.data_ptr(), result.stride())
     return result
 

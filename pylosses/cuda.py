@@ -185,7 +185,7 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
     written = result
     if not _cuda.walks(result.shape, result.stride()):
         written = torch.empty_like(x, memory_format=torch.contiguous_format)
-    up = grad.to(saved.dtype).contiguous()
+    up = grad.resolve_neg().to(saved.dtype).contiguous()
     pointers = up.data_ptr(), saved.data_ptr(), written.data_ptr(), written.stride()
     _Prepared(call, x).run(True, True, *pointers)
     return result if written is result else result.copy_(written)

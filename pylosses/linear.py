@@ -21,6 +21,7 @@ from .linear_fused import WORKSPACE, product
 from .losses.cross_entropy import cross_entropy
 from .losses.hem import hem_loss
 from .module import LossModule, arguments_of
+from .plain import is_eager, plain
 from .spec import LOSSES, LossSpec, PerClass, register
 
 
@@ -37,11 +38,11 @@ def reference(
     **arguments: Any,
 ) -> Tensor:
     """`loss` of the layer's output; all losses of this file are this with one of the row losses."""
-    _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
+    tensors = _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
+    input, linear_weight, target, linear_bias, arguments["sample_weight"] = tensors
     if shift:
-        target, arguments["sample_weight"] = _shifted(
-            target, arguments.get("sample_weight"), arguments.get("ignore_index", -100)
-        )
+        ignored = check.label("ignore_index", arguments.get("ignore_index", -100))
+        target, arguments["sample_weight"] = _shifted(target, arguments["sample_weight"], ignored)
     logits = product(input, linear_weight, linear_bias, check.integer("workspace", workspace, least=0))
     if input.dim() > 2 and target.is_floating_point():  # the row losses have the classes second
         target = target.movedim(-1, 1)
@@ -50,13 +51,16 @@ def reference(
 
 def _check(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, sample_weight: Tensor | None
-) -> None:
-    """The checks that the row loss could only express in terms of logits."""
-    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+) -> tuple[Any, ...]:
+    """The tensors, lazy ones made, after the checks that the row loss could only express in terms of logits."""
+    eager = is_eager()
+    tensors: dict[str, Any] = {"input": input, "linear_weight": linear_weight, "target": target}
     tensors |= {k: v for k, v in (("linear_bias", linear_bias), ("sample_weight", sample_weight)) if v is not None}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        if eager:
+            tensors[name] = plain(name, value)
         if value.device != input.device:
             raise ValueError(f"{name} must be on {input.device} like input, got {value.device}")
     for name in ("input", "linear_weight", "linear_bias"):
@@ -86,6 +90,7 @@ def _check(
                 f"{name} must have shape {tuple(shape)} for input of shape {tuple(input.shape)} and linear_weight of shape "
                 f"{tuple(linear_weight.shape)}, got {tuple(given.shape)}"
             )
+    return tuple(map(tensors.get, ("input", "linear_weight", "target", "linear_bias", "sample_weight")))
 
 
 def _shifted(target: Tensor, sample_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from . import cpu, linear_triton
-from .autograd import _PLAIN, Call, twice
+from .autograd import Call, twice
 from .check import bad_label
 from .parallel_group import ShardedHead
+from .plain import is_batch, is_eager, is_plain
 
 #: Default bytes of a block. The products take some 15 MiB of their own.
 WORKSPACE = 48 * 2**20
@@ -65,9 +66,7 @@ def product(
     made later, else the tensor."""
     if isinstance(w, ShardedHead):
         return w.logits(h)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _made(h, w, b, given)
-    if not all(type(t) in _PLAIN and t.layout is torch.strided for t in (h, w, b) if t is not None):
+    if not (is_eager() and all(is_plain(t) for t in (h, w, b) if t is not None)):
         return _made(h, w, b, given)
     x = torch.empty((), dtype=_dtype(h, w), device=h.device).expand(*h.shape[:-1], len(w))
     x = (x.movedim(-1, 1) if x.dim() > 2 else x).as_subclass(Product)
@@ -126,9 +125,11 @@ class FusedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         factors = Factors(*ctx.saved_tensors[:5])
+        wanted = ctx.needs_input_grad[:5]
+        if is_batch(grad):
+            return *stored_gradients(ctx.call, factors, wanted, grad), None, None
         # Handed out once: they are the caller's then. A second backward, also one at the same time, finds none.
         gradients = ctx.__dict__.pop("ahead", None)
-        wanted = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # create_graph=True
             return *Once.apply(*factors, grad, ctx.call, wanted, ctx.workspace), None, None
         return *_backward(ctx.call, factors, wanted, ctx.workspace, grad, gradients), None, None
@@ -155,6 +156,22 @@ def _backward(
     else:
         gradients, factor = gradients or _run(call, factors, wanted, workspace)[1], grad.item()
     return gradients.times(factor, factors)
+
+
+def stored_gradients(call: Call, factors: Factors, wanted: _Wanted, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients for an upstream gradient that is not plain: from logits that are all made."""
+    from .compile import nothing, traced
+
+    again = torch.is_grad_enabled()  # create_graph=True
+    leaves = [t if t is None else t.detach().requires_grad_(want) for t, want in zip(factors, wanted, strict=True)]
+    h, w, b, classes, values = leaves
+    with torch.enable_grad():
+        loss = traced(call, _made(h, w, b, None if classes is None else (classes, values)))
+    found = iter(torch.autograd.grad(loss, [t for t in leaves if t is not None and t.requires_grad], grad))
+    gradients = [next(found) if want else None for want in wanted]
+    if again:
+        gradients = [g if g is None or t is None else g + nothing(call, t) for g, t in zip(gradients, factors, strict=True)]
+    return tuple(gradients)
 
 
 class Rows(NamedTuple):

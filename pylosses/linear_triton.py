@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import triton
 from .autograd import Call, twice
+from .plain import is_batch
 
 
 def fused(call: Call, h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -31,6 +32,11 @@ class Tiles(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, w, b, saved = ctx.saved_tensors[:4]
         wanted = ctx.needs_input_grad[:3]
+        if is_batch(grad):
+            from .linear_fused import Factors, stored_gradients
+
+            found = stored_gradients(ctx.call, Factors(h, w, b, None, None), (*wanted, False, False), grad)
+            return *found[:3], None
         if torch.is_grad_enabled():  # create_graph=True
             return *Once.apply(h, w, b, saved, grad, ctx.call, wanted), None
         return *triton.product_backward(ctx.call, h, w, b, saved, grad, wanted), None

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import check, cpu
-from .autograd import is_plain
+from .check import Problem
 from .choice import choose
+from .plain import TYPES
 from .spec import LossSpec, register
 
 
@@ -107,16 +108,18 @@ def confidence_scores(
     temperature = check.number("temperature", temperature, above=0.0)
     gen_gamma = check.number("gen_gamma", gen_gamma, above=0.0)
     gen_m = check.integer("gen_m", gen_m, least=1)
-    if choose(SPEC, problem, backend, _obstacle(input)) == "cpu":
+    input = problem.x
+    if choose(SPEC, problem, backend, _obstacle(problem)) == "cpu":
         return ConfidenceScores(*cpu.scores(input, temperature, gen_gamma, gen_m))
     x = (input.movedim(1, -1) if input.dim() > 2 else input).reshape(-1, problem.classes).to(problem.dtype)
     scores = reference(x, temperature=temperature, gen_gamma=gen_gamma, gen_m=gen_m)
     return ConfidenceScores(*(score.reshape(problem.shape) for score in scores))
 
 
-def _obstacle(input: Tensor) -> str | None:
+def _obstacle(problem: Problem) -> str | None:
     """Why the scores of this input are none for a fused kernel, or None."""
-    if not is_plain(input):
+    input = problem.x
+    if not (problem.eager and type(input) in TYPES):
         return "the scores of a traced tensor, or of a tensor subclass, are computed by the reference backend"
     if input.requires_grad and torch.is_grad_enabled():
         return "input requires a gradient, which only the reference backend computes for scores"

@@ -113,7 +113,7 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor) -> Tensor:
     call, x = _readable(call, x)
     written = _writable(call, x, result)
     with _on(x.device):
-        family.launch_backward(formula, call, x, saved, grad.to(saved.dtype).contiguous(), written)
+        family.launch_backward(formula, call, x, saved, grad.resolve_neg().to(saved.dtype).contiguous(), written)
     return result if written is result else result.copy_(written)
 
 
@@ -138,7 +138,7 @@ def product_backward(
     if len(layer.h) == 0:
         return tuple(torch.zeros_like(t) if t is not None and want else None for t, want in zip((h, w, b), wanted, strict=True))
     with _on(h.device):
-        found = linear.launch_backward(formula, call, layer, saved, grad.to(dtype).contiguous(), wanted)
+        found = linear.launch_backward(formula, call, layer, saved, grad.resolve_neg().to(dtype).contiguous(), wanted)
     tensors = zip(found, (h, w, b), strict=True)
     return tuple(None if g is None or t is None else g.to(t.dtype).view(t.shape) for g, t in tensors)
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from cases import IGNORE, LABELLED, UNLABELLED, arguments_of, backends_of, grid
@@ -308,6 +309,33 @@ def test_too_few_classes_for_a_negative(function, loss, backend):
 def test_own_argument_types(function, arguments, words):
     with raises(TypeError, *words):
         getattr(pylosses, function)(X, Y, **arguments)
+
+
+@labelled
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(
+    ("value", "kind", "got"),
+    [(None, TypeError, "None"), (255.0, TypeError, "float"), ([254, 255], TypeError, "list"), (True, TypeError, "bool")]
+    + [(2**63, ValueError, str(2**63)), (-(2**63) - 1, ValueError, str(-(2**63) - 1))],
+)
+def test_ignore_index(spec, backend, value, kind, got):
+    with raises(kind, "ignore_index", "int", got):
+        call(spec, X, Y, ignore_index=value, backend=backend)
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, numpy.int64(1)])
+def test_ignore_index_of_every_int64(value):
+    wanted = torch.nn.functional.cross_entropy(X, Y, ignore_index=int(value))
+    assert torch.allclose(pylosses.cross_entropy(X, Y, ignore_index=value), wanted)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("function", [pylosses.linear_hem_loss, pylosses.linear_loss])
+def test_ignore_index_of_linear_losses(function, shift):
+    h, w = torch.randn(4, 3), torch.randn(5, 3)
+    for value in (None, 2**63):
+        with raises((TypeError, ValueError), "ignore_index", "int", str(value)):
+            function(h, w, Y, ignore_index=value, shift=shift)
 
 
 def test_unknown_keyword_is_an_error():

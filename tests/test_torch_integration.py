@@ -322,7 +322,7 @@ def test_opcheck(spec, sample, backend, monkeypatch):
         recorded = []  # what the loss would hand to the op while it is traced
         with monkeypatch.context() as patch:
             patch.setattr(call, "fused", lambda made, problem: compile.traced(made, problem.x))
-            patch.setattr(compile.Traced, "apply", lambda *a, r=recorded: r.append(a) or torch.ops.pylosses.forward(*a))
+            patch.setattr(compile.Transformed, "apply", lambda *a, r=recorded: r.append(a) or torch.ops.pylosses.forward(*a))
             loss_of(c, backend)(c.inputs[0])
         torch.library.opcheck(torch.ops.pylosses.forward.default, recorded[0])
         loss, saved = torch.ops.pylosses.forward(*recorded[0])

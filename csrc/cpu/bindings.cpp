@@ -64,7 +64,7 @@ Choice choose() {
     if (!std::strcmp(c.name, asked)) return c;
     names += std::string(names.empty() ? "" : ", ") + c.name;
   }
-  throw std::runtime_error(std::string("PYLOSSES_ISA is ") + asked + "; this machine and build have " + names);
+  throw std::runtime_error("PYLOSSES_ISA must be one of " + names + " on this machine and build, got " + asked);
 }
 Choice chosen;
 
@@ -109,6 +109,7 @@ Problem describe_logits(int dtype, uintptr_t x, const Sizes& shape, const Sizes&
   for (size_t d = 0; d < shape.size(); ++d)
     if (shape.size() > 1 && d != 1) p.rows *= shape[d];
   p.x = reinterpret_cast<const void*>(x);
+  if (!x && p.rows > 0) throw std::invalid_argument("input has no memory: its storage was freed");
   p.x_layout = layout(shape, stride);
   p.threads = threads;
   return p;

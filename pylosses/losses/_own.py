@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import check
 from ..check import ACCUMULATE, Problem
 from ..choice import BackendError, choose
+from ..plain import is_eager, plain
 from ..spec import LossSpec
 
 REDUCTIONS = ("none", "sum", "mean")
@@ -19,8 +20,7 @@ _NO_PROBLEM = Problem(torch.empty(0), None, None, None, None, None, -100, "mean"
 
 def fused_or_reference(spec: LossSpec, x: Tensor, backend: str | None) -> str:
     """The backend of a loss that runs on the linear driver: "cpu", or "reference" also where torch traces."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    asked = "reference" if traced and backend is None else backend
+    asked = "reference" if backend is None and not is_eager() else backend
     chosen = choose(spec, _NO_PROBLEM._replace(x=x), asked, None)
     return chosen if len(x) else "reference"
 
@@ -34,10 +34,13 @@ def only_reference(spec: LossSpec, backend: str | None) -> None:
 
 def vectors(**tensors: Tensor) -> list[Tensor]:
     """The given (N, D) tensors, checked to agree, in the dtype of the arithmetic: float32, or float64 if one is."""
+    eager = is_eager()
     first, like = next(iter(tensors.items()))
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a Tensor of shape (N, D), got {type(value).__name__}")
+        if eager:
+            value = tensors[name] = plain(name, value)
         if value.dtype not in ACCUMULATE:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {value.dtype}")
         if value.dim() != 2 or value.shape[1] == 0:
@@ -58,8 +61,7 @@ def temperature_of(value: Any, like: Tensor) -> float | Tensor:
         raise ValueError(
             f"temperature must be a number or a 0-d floating point tensor, got shape {tuple(value.shape)} and {value.dtype}"
         )
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if value.device.type == "cpu" and not traced and not bool(value > 0):
+    if value.device.type == "cpu" and is_eager() and not bool(value > 0):
         raise ValueError(f"temperature must be greater than 0, got {value.item()}")
     return value.to(like.dtype)
 

@@ -47,7 +47,7 @@ def _uncertainty(x: Tensor, phi: str) -> Tensor:
     if phi == "entropy":
         return entropy_rows(x) / (math.log(classes) if classes > 1 else 1)
     logp = torch.log_softmax(x, dim=1)
-    return classes / max(classes - 1, 1) * (logp.exp() * -torch.expm1(logp)).sum(dim=1)
+    return (logp.exp() * -torch.expm1(logp)).sum(dim=1) * classes / max(classes - 1, 1)
 
 
 def _mean(values: Tensor, live: Tensor | None) -> Tensor:

@@ -31,14 +31,14 @@ def reference(
     w = rows.weight
     extra = None if z_loss == 0 else z_loss * _logsumexp(u).square()
     if rows.soft is not None:
-        q = (1 - label_smoothing) * rows.soft + label_smoothing / u.shape[1]
+        q = (1 - label_smoothing) * rows.soft + torch.full_like(rows.soft, label_smoothing) / u.shape[1]
         return RowLoss(_weighted_nll(q if w is None else q * w, logp), None, extra)
     w_label = rows.label_weight()
     value = -rows.label(logp)
     if w_label is not None:
         value = weighted(w_label, value)
     if label_smoothing > 0:
-        uniform = torch.full_like(logp, 1 / u.shape[1]) if w is None else (w / u.shape[1]).expand_as(logp)
+        uniform = (torch.ones_like(logp) if w is None else w.expand_as(logp)) / u.shape[1]
         value = weighted(1 - label_smoothing, value) + label_smoothing * _weighted_nll(uniform, logp)
     return RowLoss(value, w_label, extra)
 

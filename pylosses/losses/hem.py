@@ -18,6 +18,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
+from ..plain import is_eager, plain
 from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -78,7 +79,7 @@ def pack(
 def margin_arguments(margin: float | Tensor, power: float, delta: float, margin_index: str) -> dict[str, object]:
     """The checked arguments that all margin losses share."""
     if isinstance(margin, Tensor):
-        if margin.device.type == "cpu" and not torch.compiler.is_compiling() and bool((margin < 0).any()):
+        if margin.device.type == "cpu" and is_eager() and bool((plain("margin", margin) < 0).any()):
             raise ValueError(f"margin must not be negative, got a tensor with minimum {float(margin.min())}")
     else:
         margin = check.number("margin", margin, least=0.0)

@@ -14,6 +14,7 @@ from .. import check
 from ..call import Rows, labelled
 from ..check import Problem
 from ..module import LossModule, arguments_of
+from ..plain import is_eager, plain
 from ..reduce import RowLoss, weighted
 from ..spec import LossSpec, Pack, PerClass, register
 
@@ -86,8 +87,9 @@ def logit_adjusted_loss(
 def _check_counts(class_counts: Tensor) -> None:
     if not isinstance(class_counts, Tensor):
         raise TypeError(f"class_counts must be a Tensor of shape (C,), got {type(class_counts).__name__}")
-    if class_counts.device.type != "cpu" or torch.compiler.is_compiling():  # reading the values would wait for the device
+    if class_counts.device.type != "cpu" or not is_eager():  # reading the values would wait for the device
         return
+    class_counts = plain("class_counts", class_counts)
     if not bool(((class_counts >= 0) & (class_counts < torch.inf)).all()):
         raise ValueError("class_counts must be finite and not negative")
     if not bool((class_counts > 0).any()):
