@@ -135,9 +135,10 @@ def _logits(input: Tensor, eager: bool) -> tuple[Tensor, int, torch.Size, torch.
 
 def label_shape(shape: torch.Size) -> torch.Size:
     """The shape of logits without their class dimension: that of labels, and of row losses."""
-    if len(shape) == 2:  # rows: what is short counts
+    dimensions = len(shape)
+    if dimensions == 2:  # the quick way for short calls
         return shape[:1]
-    return shape[:1] + shape[2:] if len(shape) > 1 else shape[:0]
+    return shape[:1] + shape[2:] if dimensions > 1 else shape[:0]
 
 
 def _per_row(name: str, value: Tensor, shape: torch.Size, input: Tensor, eager: bool) -> Tensor:

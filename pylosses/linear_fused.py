@@ -163,7 +163,7 @@ def stored_gradients(call: Call, factors: Factors, wanted: _Wanted, grad: Tensor
     from .compile import nothing, traced
 
     again = torch.is_grad_enabled()  # create_graph=True
-    leaves = [t if t is None else t.detach().requires_grad_(want) for t, want in zip(factors, wanted, strict=True)]
+    leaves: list[Any] = [t if t is None else t.detach().requires_grad_(want) for t, want in zip(factors, wanted, strict=True)]
     h, w, b, classes, values = leaves
     with torch.enable_grad():
         loss = traced(call, _made(h, w, b, None if classes is None else (classes, values)))
