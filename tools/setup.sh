@@ -57,13 +57,13 @@ old_sources=$(cat .venv/.built 2>/dev/null || true)
 [ -f "$(echo .venv/lib/python*/site-packages/_editable_skbc_pylosses.pth)" ] || old_sources=
 if [ "$old_tools" != "$tools" ]; then requirements | pip -r /dev/stdin; fi
 if [ "$old_sources" != "$sources" ]; then
-    [ "$PYLOSSES_CUDA_ARCHS" = none ] || ! command -v nvcc >/dev/null || cuda=" and, for the tests, CUDA kernels, which takes minutes"
-    say "building pylosses${cuda-}"
+    [ "$PYLOSSES_CUDA_ARCHS" = none ] || ! command -v nvcc >/dev/null || cuda=" and, for the tests, CUDA kernels: some minutes more"
+    say "building pylosses: about a minute on two cores${cuda-}"
     build >.venv/build.log 2>&1 &
     building=$!
 fi
 if [ "$old_tools" != "$tools" ]; then  # meanwhile
-    say "installing torch 2.13.0 and the tools"
+    say "installing torch 2.13.0 and the tools: a minute or two"
     pip torch==2.13.0
     # Not newer than the Triton that the kernels were tested with; torch for CUDA has pinned an older one, which stays.
     requirements bench lint test transformers triton | pip -r /dev/stdin torch==2.13.0 'triton<=3.9.0; sys_platform == "linux"'
