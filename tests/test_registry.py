@@ -304,7 +304,7 @@ def test_a_new_loss_is_checked(toy, capsys):
     loss = toy_loss(x, y)
     loss.backward()
     assert float(loss.detach()) == 2.0 and x.grad.tolist() == [[-1.0, 1.0]]
-    with pytest.raises(pylosses.BackendError, match="it is a toy of the tests"):
+    with pytest.raises(pylosses.BackendError, match="it is a toy of the tests|was not built"):
         toy_loss(x, y, backend="cpu")
     assert cli.main(["check", "--loss", "toy"]) == 0
     printed = capsys.readouterr().out
