@@ -88,7 +88,8 @@ def _run(spec: LossSpec, problem: Problem, own: dict[str, Any], backend: str | N
     chosen = choice.choose(spec, problem, backend, _obstacle(spec, problem, own))
     unmade = problem.x if isinstance(problem.x, Product) else None
     if unmade is not None and not unmade.stays_unmade(chosen, problem.soft is not None):
-        problem, unmade = problem._replace(x=unmade.made()), None
+        ignored = None if problem.y is None else problem.y.long() == problem.ignore_index
+        problem, unmade = problem._replace(x=unmade.made(ignored)), None
     if chosen == "reference":
         return run_reference(spec, problem, own)
     assert spec.pack is not None and spec.kernel is not None

@@ -40,9 +40,12 @@ def reference(
     """`loss` of the layer's output; all losses of this file are this with one of the row losses."""
     tensors = _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
     input, linear_weight, target, linear_bias, arguments["sample_weight"] = tensors
+    ignored = check.label("ignore_index", arguments.get("ignore_index", -100))
     if shift:
-        ignored = check.label("ignore_index", arguments.get("ignore_index", -100))
         target, arguments["sample_weight"] = _shifted(target, arguments["sample_weight"], ignored)
+    if not is_eager() and not target.is_floating_point() and target.shape == input.shape[:-1]:
+        # Traced, the logits are made at once: a NaN of ignored rows must not reach the gradient of the weight.
+        input = input.masked_fill((target.long() == ignored).unsqueeze(-1), 0)
     logits = product(input, linear_weight, linear_bias, check.integer("workspace", workspace, least=0))
     if input.dim() > 2 and target.is_floating_point():  # the row losses have the classes second
         target = target.movedim(-1, 1)
@@ -162,7 +165,7 @@ def linear_cross_entropy(
       loss. Their dtypes may differ; each gradient has the dtype of its tensor.
     - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
       With ``reduction="none"``, and for a second backward, the logits are made again.
-    - the features of ignored rows are never read, but by the reference. torch.compile, torch.func, and Triton with class
+    - the features of ignored rows count nowhere, be they NaN. torch.compile, torch.func, and Triton with class
       probabilities as targets, store the logits; so does the CUDA backend, which None passes over where Triton does not.
     - Triton makes the logits in forward and twice in backward; float32 products are exact unless
       `torch.set_float32_matmul_precision` allows less.

@@ -51,8 +51,10 @@ class Product(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def made(self) -> Tensor:
-        return _made(self.h, self.w, self.b, self.given)
+    def made(self, ignored: Tensor | None) -> Tensor:
+        """The logits. A NaN in the features of ignored rows must not reach the gradient of the weight."""
+        h = self.h if ignored is None else self.h.masked_fill(ignored.unsqueeze(-1), 0)
+        return _made(h, self.w, self.b, self.given)
 
     def stays_unmade(self, backend: str, soft: bool) -> bool:
         """Whether `backend` has the loss of logits that are not there; `soft`: with class probabilities as targets."""

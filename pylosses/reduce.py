@@ -30,6 +30,8 @@ class RowLoss(NamedTuple):
 
 def weighted(w: Tensor | float, value: Tensor) -> Tensor:
     """w value, and 0 where w is 0, be the value infinite; NaN shows."""
+    if not isinstance(w, Tensor):
+        w = torch.full_like(value, w)
     return torch.where((w == 0) & ~value.isnan(), 0, w * value)
 
 

@@ -247,6 +247,29 @@ def test_nothing_counts(rows, loss, reduction):
         assert grad.shape == leaf.shape and not grad.any()
 
 
+@pytest.mark.parametrize("path", ["cpu", "reference", "func", "compile"])
+def test_features_of_ignored_rows_count_nowhere(path):
+    """Be they NaN: neither in the gradient of the weight nor in their own."""
+    h, w, y = torch.randn(6, D), torch.randn(FEW, D), torch.tensor([0, IGNORE, 2, 1, IGNORE, 0])
+    few, some = h[y != IGNORE], y[y != IGNORE]
+    h[y == IGNORE] = NAN
+
+    def loss(h, w, y):
+        return pylosses.linear_cross_entropy(h, w, y, backend=path if path in ("cpu", "reference") else None)
+
+    if path == "func":
+        grads = torch.func.grad(loss, (0, 1))(h, w, y)
+    else:
+        mine = leaves(h, w)
+        run = torch.compile(loss, backend="aot_eager") if path == "compile" else loss
+        grads = torch.autograd.grad(run(*mine, y), mine)
+    theirs = leaves(few, w)
+    wanted = torch.autograd.grad(loss(*theirs, some), theirs)
+    close("weight", grads[1], wanted[1], rtol=1e-5)
+    close("features", grads[0][y != IGNORE], wanted[0], rtol=1e-5)
+    assert not grads[0][y == IGNORE].any()
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1, 3), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_leading_dimensions(shape, reduction):
