@@ -112,7 +112,7 @@ def test_gradcheck(spec, sample, backend, reduction):
         if spec.name == "dice_ce":
             pytest.skip("Dice has a loss for each class, cross-entropy for each row: their sum has neither")
         c = c.but(reduction="none")
-    near = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5}
+    near = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5, "nondet_tol": 1e-15}  # forward's gradient, then backward's
     assert torch.autograd.gradcheck(loss_of(c, backend), c.inputs[0].clone().requires_grad_(), **near)
     pixels = c.shaped(2, 2, 1)
     assert torch.autograd.gradcheck(loss_of(pixels, backend), pixels.inputs[0].requires_grad_(), **near)
@@ -148,7 +148,8 @@ def test_fused_double_backward_says_so(spec, sample, backend):
     x = c.inputs[0].clone().requires_grad_()
     loss = loss_of(c, backend)(x)
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    assert torch.equal(grad.detach(), run(c, backend).grads[0])
+    # That of forward and that of backward are one formula, compiled twice: a compiler joins products and sums as it likes.
+    close("gradient", grad, run(c, backend).grads[0], rtol=1e-15)
     with pytest.raises(RuntimeError, match=f'double backward.*{backend}.*backend="reference"'):
         grad.square().sum().backward()
 
