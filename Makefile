@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bench-twice bars proofs gpu-report cuda-full test check sanitize lint format setup clean
+.PHONY: bench bench-full bench-twice bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
 BIN := .venv/bin
 TEST := $(BIN)/pytest -q -n 2
 GRID := tests/test_backends_agree.py tests/test_golden.py
@@ -50,6 +50,12 @@ test: setup lint
 	$(TEST) --dist loadfile --no-loadscope-reorder tests
 	TRITON_INTERPRET=1 $(TEST) tests/interpreted
 	for isa in $(OTHER_ISAS); do PYLOSSES_ISA=$$isa $(TEST) -k "$(DIFFERS)" $(GRID) || exit 1; done
+
+# Random calls against an independent float64 oracle, in one process and two; findings are shrunk to a minimal call.
+SEED ?= 0
+MINUTES ?= 5
+fuzz: setup
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --minutes $(MINUTES)
 
 check: setup
 	$(BIN)/pylosses check

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
-sys.path[:0] = map(str, (HERE, HERE / "helpers", HERE / "gpu", HERE / "cuda_on_cpu"))  # --import-mode=importlib adds none
+sys.path[:0] = [str(HERE / name) for name in (".", "helpers", "fuzz", "gpu", "cuda_on_cpu")]  # importlib mode adds none
 
 os.environ.pop("PYLOSSES_BACKEND", None)  # read when pylosses is imported: it must not change what a test tests
 # Read when a process starts, so it is for the workers of pytest-xdist: threads that wait by spinning starve each other's work.
