@@ -350,6 +350,7 @@ def test_a_missing_lane_is_an_error(spoiled):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not EVERYTHING, reason="another build of all sources: make proofs")
 def test_sanitizers_find_nothing():
     """Memory that ends where the rows end, under AddressSanitizer and UndefinedBehaviorSanitizer; and that they are awake."""
     library = str(emulator.build("sanitized", emulator.SANITIZED))

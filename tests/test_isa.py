@@ -58,7 +58,9 @@ def test_an_unknown_instruction_set_is_refused_with_those_there_are():
 
 @pytest.mark.parametrize("unit", ["softmax", "margin", "entropy", "select", "region", "scores"])
 def test_avx512_compiles(unit, tmp_path):
-    """Also where nothing can run it: a build for developers leaves out what their machine does not have."""
+    """Where nothing can run it: a build for developers leaves out what their machine does not have."""
+    if "avx512" in HAVE:
+        pytest.skip("this machine runs it")
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"{platform.machine()} has no AVX-512")
     flags = re.search(r"add_isa\(avx512 (.*)\)", (CSRC / "CMakeLists.txt").read_text())[1].split()
