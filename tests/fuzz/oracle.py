@@ -56,7 +56,7 @@ def cross_entropy(
     u = r.x
     if softcap is not None:
         masked = u == -INF
-        u = torch.where(masked, -INF, softcap * torch.tanh(torch.where(masked, 0, u) / softcap))
+        u = torch.where(masked, u, softcap * torch.tanh(torch.where(masked, 0, u) / softcap))
     u = u / temperature + (0 if bias is None else bias)
     logp, classes = torch.log_softmax(u, dim=1), u.shape[1]
     w = torch.ones_like(u[0]) if r.weight is None else r.weight
