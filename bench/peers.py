@@ -1,7 +1,7 @@
 """Other libraries: which of their losses equals which of ours, and how both must be called for that.
 
-A peer is a stated equality, ``theirs(x, y) == ours(x, y, **arguments)``. The bench times it after its gate has checked the
-equality, `parity` prints it as a table, and a test checks it wherever the library is installed.
+A peer is a stated equality, ``theirs == ours(..., **arguments)``: the text of their call is what is called. The bench times it
+after its gate has checked the equality, `parity` prints it as a table, and a test checks it wherever the library is installed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+#: What a call takes, by our loss; (x, y) else.
+INPUTS = {"linear_cross_entropy": "h, w, y", "info_nce": "a, b", "entropy": "x"}
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class Peer:
     """One loss of one library."""
 
     library: str  #: name on PyPI, "torch" for PyTorch's own
-    module: str | None  #: what must be imported; None for a formula from a paper's repository that is no package
+    module: str  #: what has to be imported
     loss: str  #: name of ours
-    theirs: str  #: the call as a user would write it, with x, y (or a, b / h, w, y)
-    make: Callable[[ModuleType], Callable[..., Tensor]]  #: imported module -> that call
+    function: str  #: an expression in that module, evaluated once
+    call: str = "f(x, y)"  #: with f as the function and the inputs of the loss
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: what ours needs to compute the same number
     kinds: tuple[str, ...] = ("rows", "pixels")  #: of shapes it takes
     dims: tuple[int, ...] = ()  #: numbers of dimensions of x it takes; empty: any
@@ -39,20 +42,27 @@ class Peer:
     memory: Callable[[tuple[int, ...]], int] | None = None  #: bytes it needs for these sizes, if out of the ordinary
     note: str = ""
 
+    @property
+    def theirs(self) -> str:
+        """The call as a user would write it."""
+        return self.call.replace("f(", f"{'F.' if self.library == 'torch' else ''}{self.function}(")
+
     def load(self) -> tuple[Callable[..., Tensor] | None, str | None]:
         """(the call, None), or (None, why it cannot be made here)."""
         if self.device == "cuda" and not torch.cuda.is_available():
             return None, "needs CUDA"
-        if self.module is None:
-            return self.make(torch), None
         try:
-            return self.make(_imported(self.module)), None
+            function = eval(self.function, dict(vars(_imported(self.module))))
         except ModuleNotFoundError as error:
             if error.name == self.module.partition(".")[0]:
                 return None, f"not installed: pip install {self.library}"
             return None, f"cannot be imported: {error}"
         except Exception as error:  # a peer that is installed but broken is reported, not raised
             return None, f"cannot be imported: {type(error).__name__}: {error}"
+        inputs = INPUTS.get(self.loss, "x, y")
+        if self.call == f"f({inputs})":
+            return function, None
+        return eval(f"lambda {inputs}: {self.call}", {"f": function, "torch": torch, "math": math}), None
 
     def why_not(self, kind: str, dims: int, dtype: torch.dtype) -> str | None:
         """Why it cannot take such an input, or None."""
@@ -81,200 +91,96 @@ def _imported(name: str) -> ModuleType:
             del sys.modules[package]
 
 
-def _with_channel(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """MONAI wants labels as (N, 1, *)."""
-    return lambda x, y: loss(x, y.unsqueeze(1))
+def softmax_entropy(x: Tensor) -> Tensor:
+    """As the repositories of TENT and SAR have it, which are no packages."""
+    return -(x.softmax(1) * x.log_softmax(1)).sum(1)
 
 
-def _times_classes(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For libraries whose mean also divides by the number of classes."""
-    return lambda x, y: x.shape[1] * loss(x, y)
-
-
-def _both_directions(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Symmetric form of a loss of embeddings with reference embeddings."""
-
-    def call(a: Tensor, b: Tensor) -> Tensor:
-        y = torch.arange(len(a), device=a.device)
-        pairs = y.clone()  # the library takes the same label tensor for the same embeddings, and drops the diagonal
-        return (loss(a, y, ref_emb=b, ref_labels=pairs) + loss(b, y, ref_emb=a, ref_labels=pairs)) / 2
-
-    return call
-
-
-def _chunked_linear(nn: ModuleType) -> Callable[..., Tensor]:
-    options = nn.LinearCrossEntropyOptions()
-    return lambda h, w, y: F.linear_cross_entropy(h, w, y, options=options)
-
-
-def _tent(x: Tensor) -> Tensor:
-    return -(x.softmax(1) * x.log_softmax(1)).sum(1).mean()
-
-
-def _sar(x: Tensor) -> Tensor:
-    entropies = -(x.softmax(1) * x.log_softmax(1)).sum(1)
-    return entropies[entropies < 0.4 * math.log(1000)].mean()
-
+PIXELS, ROWS, LINEAR = ("pixels",), ("rows",), ("linear",)
+_torch = partial(Peer, "torch", "torch.nn.functional")
+_smp = partial(Peer, "segmentation-models-pytorch", "segmentation_models_pytorch.losses", kinds=PIXELS)
+_monai = partial(Peer, "monai", "monai.losses", call="f(x, y[:, None])", kinds=PIXELS)
+_kornia = partial(Peer, "kornia", "kornia.losses")
+_liger = partial(Peer, "liger-kernel", "liger_kernel.transformers.functional", device="cuda")
+_by_class = "softmax=True, to_onehot_y=True"
+_exact = f"{_by_class}, batch=True, smooth_nr=0, smooth_dr=0"
+_own_mean = "its mean also divides by C"
+_paper = "published in its repository, not a package"
+_weights = {"dice_weight": 0.7, "ce_weight": 0.3}
 
 PEERS: tuple[Peer, ...] = (
-    Peer("torch", "torch", "cross_entropy", "F.cross_entropy(x, y)", lambda torch: F.cross_entropy),
-    Peer(
-        "torch",
-        "torch",
-        "cross_entropy",
-        "F.cross_entropy(x, y, label_smoothing=0.1)",
-        lambda torch: lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
-        {"label_smoothing": 0.1},
-        timed=False,
-    ),
-    Peer(
-        "torch",
-        "torch",
+    _torch("cross_entropy", "cross_entropy"),
+    _torch("cross_entropy", "cross_entropy", "f(x, y, label_smoothing=0.1)", {"label_smoothing": 0.1}, timed=False),
+    _torch("multi_margin", "multi_margin_loss", kinds=ROWS, half=False),
+    _torch(
         "multi_margin",
-        "F.multi_margin_loss(x, y)",
-        lambda torch: F.multi_margin_loss,
-        kinds=("rows",),
-        half=False,
-    ),
-    Peer(
-        "torch",
-        "torch",
-        "multi_margin",
-        "F.multi_margin_loss(x, y, p=2, margin=0.5)",
-        lambda torch: lambda x, y: F.multi_margin_loss(x, y, p=2, margin=0.5),
+        "multi_margin_loss",
+        "f(x, y, p=2, margin=0.5)",
         {"power": 2.0, "margin": 0.5},
-        kinds=("rows",),
+        kinds=ROWS,
         half=False,
         timed=False,
     ),
-    Peer(
-        "torch",
-        "torch",
+    _torch("linear_cross_entropy", "linear_cross_entropy", "f(h, w, y)", kinds=LINEAR),
+    _torch(
         "linear_cross_entropy",
-        "F.linear_cross_entropy(h, w, y)",
-        lambda torch: F.linear_cross_entropy,
-        kinds=("linear",),
-    ),
-    Peer(
-        "torch",
-        "torch.nn",
         "linear_cross_entropy",
-        "F.linear_cross_entropy(h, w, y, options=LinearCrossEntropyOptions())",
-        _chunked_linear,
-        kinds=("linear",),
+        "f(h, w, y, options=torch.nn.LinearCrossEntropyOptions())",
+        kinds=LINEAR,
         note="chunked",
     ),
-    Peer(
-        "segmentation-models-pytorch",
-        "segmentation_models_pytorch.losses",
+    _smp("dice", 'DiceLoss("multiclass")', arguments={"absent": "zero"}),
+    _smp(
         "dice",
-        'DiceLoss("multiclass")(x, y)',
-        lambda smp: smp.DiceLoss("multiclass"),
-        {"absent": "zero"},
-        kinds=("pixels",),
-    ),
-    Peer(
-        "segmentation-models-pytorch",
-        "segmentation_models_pytorch.losses",
-        "dice",
-        'DiceLoss("multiclass", smooth=0.5)(x, y)',
-        lambda smp: smp.DiceLoss("multiclass", smooth=0.5),
-        {"absent": "zero", "smooth": 1.0},
-        kinds=("pixels",),
+        'DiceLoss("multiclass", smooth=0.5)',
+        arguments={"absent": "zero", "smooth": 1.0},
         timed=False,
         note="its smooth counts twice",
     ),
-    Peer(
-        "segmentation-models-pytorch",
-        "segmentation_models_pytorch.losses",
+    _smp(
         "cross_entropy",
-        "SoftCrossEntropyLoss(smooth_factor=0.1)(x, y)",
-        lambda smp: smp.SoftCrossEntropyLoss(smooth_factor=0.1),
-        {"label_smoothing": 0.1},
-        kinds=("pixels",),
+        "SoftCrossEntropyLoss(smooth_factor=0.1)",
+        arguments={"label_smoothing": 0.1},
         note="without ignored pixels: its mean divides by all of them",
     ),
-    Peer(
-        "monai",
-        "monai.losses",
-        "dice",
-        "DiceLoss(softmax=True, to_onehot_y=True, batch=True, smooth_nr=0, smooth_dr=0)(x, y[:, None])",
-        lambda m: _with_channel(m.DiceLoss(softmax=True, to_onehot_y=True, batch=True, smooth_nr=0, smooth_dr=0)),
-        kinds=("pixels",),
-    ),
-    Peer(
-        "monai",
-        "monai.losses",
-        "dice",
-        "DiceLoss(softmax=True, to_onehot_y=True)(x, y[:, None])",
-        lambda m: _with_channel(m.DiceLoss(softmax=True, to_onehot_y=True)),
-        {"over": "image", "smooth": 1e-5},
-        kinds=("pixels",),
+    _monai("dice", f"DiceLoss({_exact})"),
+    _monai("dice", f"DiceLoss({_by_class})", arguments={"over": "image", "smooth": 1e-5}, timed=False),
+    _monai("dice_ce", f"DiceCELoss({_exact})"),
+    _monai(
+        "dice_ce",
+        f"DiceCELoss({_by_class}, lambda_dice=0.7, lambda_ce=0.3)",
+        arguments={"over": "image", "smooth": 1e-5, **_weights},
         timed=False,
     ),
-    Peer(
-        "monai",
-        "monai.losses",
-        "dice_ce",
-        "DiceCELoss(softmax=True, to_onehot_y=True, batch=True, smooth_nr=0, smooth_dr=0)(x, y[:, None])",
-        lambda m: _with_channel(m.DiceCELoss(softmax=True, to_onehot_y=True, batch=True, smooth_nr=0, smooth_dr=0)),
-        kinds=("pixels",),
-    ),
-    Peer(
-        "monai",
-        "monai.losses",
-        "dice_ce",
-        "DiceCELoss(softmax=True, to_onehot_y=True, lambda_dice=0.7, lambda_ce=0.3)(x, y[:, None])",
-        lambda m: _with_channel(m.DiceCELoss(softmax=True, to_onehot_y=True, lambda_dice=0.7, lambda_ce=0.3)),
-        {"over": "image", "smooth": 1e-5, "dice_weight": 0.7, "ce_weight": 0.3},
-        kinds=("pixels",),
-        timed=False,
-    ),
-    Peer(
-        "monai",
-        "monai.losses",
+    _monai(
         "focal",
-        "C * FocalLoss(use_softmax=True, to_onehot_y=True)(x, y[:, None])",
-        lambda m: _times_classes(_with_channel(m.FocalLoss(use_softmax=True, to_onehot_y=True))),
-        kinds=("pixels",),
+        "FocalLoss(use_softmax=True, to_onehot_y=True)",
+        call="x.shape[1] * f(x, y[:, None])",
         single=True,
-        note="its mean also divides by C",
+        note=_own_mean,
     ),
-    Peer(
-        "kornia",
-        "kornia.losses",
+    _kornia("focal", "focal_loss", 'x.shape[1] * f(x, y, alpha=None, reduction="mean")', note=_own_mean),
+    _kornia(
         "focal",
-        'C * focal_loss(x, y, alpha=None, reduction="mean")',
-        lambda k: _times_classes(lambda x, y: k.focal_loss(x, y, alpha=None, reduction="mean")),
-        note="its mean also divides by C",
-    ),
-    Peer(
-        "kornia",
-        "kornia.losses",
-        "focal",
-        'focal_loss(x, y, alpha=None, gamma=0.5, reduction="sum")',
-        lambda k: lambda x, y: k.focal_loss(x, y, alpha=None, gamma=0.5, reduction="sum"),
+        "focal_loss",
+        'f(x, y, alpha=None, gamma=0.5, reduction="sum")',
         {"gamma": 0.5, "reduction": "sum"},
         timed=False,
     ),
-    Peer(
-        "kornia",
-        "kornia.losses",
+    _kornia(
         "dice",
-        'dice_loss(x, y, average="macro", eps=0)',
-        lambda k: lambda x, y: k.dice_loss(x, y, average="macro", eps=0.0),
+        "dice_loss",
+        'f(x, y, average="macro", eps=0.0)',
         {"over": "image", "absent": "exclude"},
-        kinds=("pixels",),
+        kinds=PIXELS,
         dims=(4,),
     ),
-    Peer(
-        "kornia",
-        "kornia.losses",
+    _kornia(
         "target",
-        'dice_loss(x, y, average="micro", eps=0)',
-        lambda k: lambda x, y: k.dice_loss(x, y, average="micro", eps=0.0),
+        "dice_loss",
+        'f(x, y, average="micro", eps=0.0)',
         {"kind": "mae"},
-        kinds=("pixels",),
+        kinds=PIXELS,
         dims=(4,),
         timed=False,
         note="pooling the classes makes Dice the mean of 1 - p_y: not a class Dice",
@@ -283,75 +189,48 @@ PEERS: tuple[Peer, ...] = (
         "timm",
         "timm.loss",
         "cross_entropy",
-        "LabelSmoothingCrossEntropy(0.1)(x, y)",
-        lambda timm: timm.LabelSmoothingCrossEntropy(0.1),
-        {"label_smoothing": 0.1},
-        kinds=("rows",),
+        "LabelSmoothingCrossEntropy(0.1)",
+        arguments={"label_smoothing": 0.1},
+        kinds=ROWS,
     ),
     Peer(
         "TENT",
-        None,
+        __name__,
         "entropy",
-        "softmax_entropy(x).mean()",
-        lambda torch: _tent,
+        "softmax_entropy",
+        "f(x).mean()",
         timed=False,
-        note="published in its repository, not a package; the eager provider is this formula",
+        note=f"{_paper}; the eager provider is this formula",
     ),
     Peer(
         "SAR",
-        None,
+        __name__,
         "entropy",
-        "entropies[entropies < 0.4 * math.log(1000)].mean()",
-        lambda torch: _sar,
+        "softmax_entropy",
+        "(e := f(x))[e < 0.4 * math.log(1000)].mean()",
         {"max_entropy": 0.4 * math.log(1000)},
         timed=False,
-        note="published in its repository, not a package; NaN where nothing is kept, ours is 0",
+        note=f"{_paper}; NaN where nothing is kept, ours is 0",
     ),
     Peer(
         "pytorch-metric-learning",
         "pytorch_metric_learning.losses",
         "info_nce",
-        "(NTXentLoss(0.07)(a, i, ref_emb=b, ref_labels=j) + NTXentLoss(0.07)(b, i, ref_emb=a, ref_labels=j)) / 2",
-        lambda pml: _both_directions(pml.NTXentLoss(0.07)),
+        "NTXentLoss(0.07)",
+        "(f(a, i := torch.arange(len(a)), ref_emb=b, ref_labels=i.clone()) + f(b, i, ref_emb=a, ref_labels=i.clone())) / 2",
         kinds=("contrastive",),
         memory=lambda sizes: 30 * sizes[0] ** 3,  # it compares every positive with every negative of the batch
-        note="i = torch.arange(N), j = i.clone()",
     ),
-    Peer(
-        "liger-kernel",
-        "liger_kernel.transformers.functional",
-        "cross_entropy",
-        "liger_cross_entropy(x, y)",
-        lambda liger: lambda x, y: liger.liger_cross_entropy(x, y),
-        kinds=("rows",),
-        device="cuda",
-        note="overwrites its input",
-    ),
-    Peer(
-        "quack-kernels",
-        "quack",
-        "cross_entropy",
-        'cross_entropy(x, y, reduction="mean")',
-        lambda quack: lambda x, y: quack.cross_entropy(x, y, reduction="mean"),
-        kinds=("rows",),
-        device="cuda",
-    ),
+    _liger("cross_entropy", "liger_cross_entropy", kinds=ROWS, note="overwrites its input"),
+    _liger("linear_cross_entropy", "liger_fused_linear_cross_entropy", "f(h, w, y)", kinds=LINEAR),
+    Peer("quack-kernels", "quack", "cross_entropy", "cross_entropy", 'f(x, y, reduction="mean")', kinds=ROWS, device="cuda"),
     Peer(
         "cut-cross-entropy",
         "cut_cross_entropy",
         "linear_cross_entropy",
-        "linear_cross_entropy(h, w, y)",
-        lambda cce: lambda h, w, y: cce.linear_cross_entropy(h, w, y),
-        kinds=("linear",),
-        device="cuda",
-    ),
-    Peer(
-        "liger-kernel",
-        "liger_kernel.transformers.functional",
         "linear_cross_entropy",
-        "liger_fused_linear_cross_entropy(h, w, y)",
-        lambda liger: lambda h, w, y: liger.liger_fused_linear_cross_entropy(h, w, y),
-        kinds=("linear",),
+        "f(h, w, y)",
+        kinds=LINEAR,
         device="cuda",
     ),
 )

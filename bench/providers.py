@@ -31,7 +31,6 @@ class Provider:
     kind: str  #: "ours", "reference", "eager", "compile", "torch" or "peer"
     call: Callable[..., Any]  #: positional tensors -> loss
     reason: str | None = None  #: why it cannot run here
-    note: str = ""  #: how it is called
     memory: int | None = None  #: bytes it needs, where that is out of the ordinary
 
     def need(self, shape: Shape) -> int:
@@ -43,10 +42,9 @@ def variants(spec: LossSpec, peers: bool) -> list[dict[str, Any]]:
     """The argument sets under which a loss is timed: those of the eager formula, then those that only a peer needs."""
     entry = EAGER.get(spec.name)
     found = [dict(entry.arguments if entry else spec.samples[0])]
-    if peers:
-        for peer in PEERS:
-            if peer.loss == spec.name and peer.timed and peer.arguments and dict(peer.arguments) not in found:
-                found.append(dict(peer.arguments))
+    for peer in PEERS if peers else ():
+        if peer.loss == spec.name and peer.timed and peer.arguments and dict(peer.arguments) not in found:
+            found.append(dict(peer.arguments))
     return found
 
 
@@ -71,11 +69,10 @@ def providers(
 ) -> list[Provider]:
     """All providers of one configuration; those that cannot run have a reason."""
     own = concrete(arguments, shape, device)
-    found = [_ours(spec, name, own) for name in asked or _fused_for(device)]
-    if not asked and all(provider.reason for provider in found):
-        found.append(_ours(spec, "reference", own))
-
     entry = EAGER.get(spec.name)
+    found = [_ours(spec, name, own) for name in asked or _fused_for(device)]
+    if not asked and (entry is None or all(provider.reason for provider in found)):
+        found.append(_ours(spec, "reference", own))
     if entry is not None and arguments == entry.arguments:
         formula = partial(entry.function, **own) if own else entry.function
         found.append(Provider("eager", "eager", formula))
@@ -107,7 +104,7 @@ def _peer(peer: Peer, shape: Shape, dtype: torch.dtype) -> Provider:
     call, reason = None, peer.why_not(shape.kind, len(shape.sizes), dtype)
     if reason is None:
         call, reason = peer.load()
-    return Provider(name, kind, call or _absent, reason, peer.theirs, peer.memory and peer.memory(shape.sizes))
+    return Provider(name, kind, call or _absent, reason, peer.memory and peer.memory(shape.sizes))
 
 
 def _absent(*inputs: Tensor) -> Tensor:

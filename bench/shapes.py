@@ -22,7 +22,7 @@ class Shape:
 
     @property
     def text(self) -> str:
-        return f"({','.join(map(str, self.sizes))})"
+        return f"({', '.join(map(str, self.sizes))})"
 
     @property
     def logits(self) -> int:
@@ -35,14 +35,17 @@ class Shape:
     def classes(self) -> int:
         return self.sizes[0] if self.kind == "contrastive" else self.sizes[1]
 
+    @property
+    def rows(self) -> int:
+        return self.logits // self.classes
+
     def fewer_rows(self, most_logits: int) -> Shape:
         """The same classes with as many rows (positions) as `most_logits` allows; for comparisons in float64."""
         first, *rest = self.sizes
         if self.kind == "contrastive":
             return Shape(self.name, (min(first, math.isqrt(most_logits)), *rest), self.kind)
         if self.kind == "linear":
-            rows = max(4, min(first, most_logits // rest[0]))
-            return Shape(self.name, (rows, *rest), self.kind)
+            return Shape(self.name, (max(4, min(first, most_logits // rest[0])), *rest), self.kind)
         sizes = [first, *rest]
         while math.prod(sizes) > most_logits:  # halve the longest dimension that is not the classes
             longest = max((d for d in range(len(sizes)) if d != 1), key=lambda d: sizes[d])
@@ -57,58 +60,26 @@ SHAPES = {
     for shape in (
         Shape("cifar", (128, 10), "rows", "CIFAR-10 batch"),
         Shape("imagenet", (256, 1000), "rows", "ImageNet batch"),
-        Shape("llama", (4096, 32000), "rows", "tokens x Llama 2 vocabulary"),
+        Shape("llama", (2048, 32000), "rows", "tokens x Llama 2 vocabulary"),
         Shape("llama3", (2048, 128256), "rows", "tokens x Llama 3 vocabulary"),
         Shape("gemma", (512, 256000), "rows", "tokens x Gemma vocabulary"),
         Shape("cityscapes", (4, 19, 512, 1024), "pixels", "street scenes"),
         Shape("ade20k", (8, 150, 256, 256), "pixels", "scenes of 150 classes"),
         Shape("camvid", (12, 12, 360, 480), "pixels", "road scenes"),
         Shape("medical3d", (1, 4, 96, 96, 96), "pixels", "volume patch"),
-        Shape("contrastive", (4096, 512), "contrastive", "pairs x features"),
+        Shape("contrastive", (1024, 512), "contrastive", "pairs x features"),
         Shape("linear", (2048, 32000, 1024), "linear", "tokens x vocabulary x features"),
-        Shape("linear-gpt2", (1024, 50257, 768), "linear", "tokens x GPT-2 vocabulary x features"),
+        Shape("linear-easy", (2048, 32000, 1024), "linear", "the same, with a margin loss in one token of ten"),
+        Shape("linear-rows", (4096, 32000, 64), "linear", "many tokens"),
         Shape("llama-quick", (320, 32000), "rows", "tokens x Llama 2 vocabulary, short"),
         Shape("cityscapes-quick", (1, 19, 512, 1024), "pixels", "one street scene"),
-        Shape("contrastive-quick", (512, 256), "contrastive", "pairs x features, short"),
         Shape("linear-quick", (1024, 10000, 128), "linear", "tokens x vocabulary x features, short"),
     )
 }
 
-#: Number of classes from 10 to 256k at a fixed number of rows, for the curve of time against classes.
-SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows", "sweep") for c in (10, 100, 1000, 4096, 16384, 65536, 256000))
-
-QUICK_SHAPES = ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "contrastive-quick", "linear-quick")
-FULL_SHAPES = tuple(name for name in SHAPES if not name.endswith("-quick"))
-
-#: A full run measures the main losses at the central shapes in all ways: compiled and with both allocators; two of them in half
-#: precision too, and with the arguments of peers. Losses of segmentation run at every other shape but the largest as well, the
-#: other losses at one shape of each kind.
-MAIN_LOSSES = ("cross_entropy", "hem", "focal", "entropy", "dice")
-SEGMENTATION_LOSSES = ("cross_entropy", "hem", "dice")
-SWEEP_LOSSES = ("cross_entropy", "hem")  # at the largest shapes, too
-LARGEST = ("llama3", "gemma")
-CENTRAL = ("imagenet", "llama", "cityscapes")
-ONE_OF_EACH_KIND = ("imagenet", "llama-quick", "cityscapes-quick", "contrastive", "linear-quick")
-
-
-def is_central(name: str, shape: str) -> bool:
-    """Whether a full run measures the loss `name` at `shape` with both allocators."""
-    return (name in MAIN_LOSSES and shape in CENTRAL) or (name == "linear_cross_entropy" and shape == "linear")
-
-
-def compiled_in_full_run(name: str, shape: str) -> bool:
-    """Whether a full run has torch.compile at `shape`: it takes many seconds a graph."""
-    return is_central(name, shape) or (name not in MAIN_LOSSES and shape in ("llama-quick", "cityscapes-quick"))
-
-
-def in_full_run(name: str, shape: str) -> bool:
-    """Whether a full run has the loss `name` at `shape`."""
-    if shape in LARGEST:
-        return name in SWEEP_LOSSES
-    if name in MAIN_LOSSES:
-        return shape in (FULL_SHAPES if name in SEGMENTATION_LOSSES else ("cifar", *CENTRAL))
-    return shape in ONE_OF_EACH_KIND or (name == "linear_cross_entropy" and shape == "linear")
-
+#: Classes from 10 to 256k for the curve of time, and vocabularies for the curve of the memory of a linear layer with its loss.
+SWEEP = tuple(Shape(f"classes-{c}", (64, c), "rows") for c in (10, 100, 1000, 4096, 16384, 65536, 256000))
+VOCABULARIES = tuple(Shape(f"vocabulary-{v}", (1024, v, 64), "linear") for v in (4096, 8192, 16384, 32768, 65536, 131072))
 
 #: Families and functions that are not timed, and why.
 NOT_TIMED = {
@@ -118,17 +89,16 @@ NOT_TIMED = {
 
 
 def find(name: str) -> list[Shape]:
-    """Shapes by name, "sweep" for the class sweep, or sizes such as 256x1000."""
+    """Shapes by name, "sweep" or "vocabularies" for those of a curve, or sizes such as 256x1000."""
+    curves = {"sweep": SWEEP, "vocabularies": VOCABULARIES}
     if name in SHAPES:
         return [SHAPES[name]]
-    if name == "sweep":
-        return list(SWEEP)
-    if name in {shape.name for shape in SWEEP}:
-        return [shape for shape in SWEEP if shape.name == name]
+    if name in curves:
+        return list(curves[name])
     sizes = name.split("x")
     if len(sizes) >= 2 and all(size.isdecimal() and int(size) > 0 for size in sizes):
         return [Shape(name, tuple(map(int, sizes)), "rows" if len(sizes) == 2 else "pixels")]
-    raise ValueError(f"unknown shape {name!r}; the shapes are: {', '.join(SHAPES)}, sweep, or sizes such as 256x1000")
+    raise ValueError(f"unknown shape {name!r}; the shapes are: {', '.join([*SHAPES, *curves])}, or sizes such as 256x1000")
 
 
 def fits(spec: LossSpec, shape: Shape) -> bool:
@@ -151,11 +121,12 @@ def inputs(spec: LossSpec, shape: Shape, dtype: torch.dtype, device: str) -> tup
 
     if shape.kind == "linear":
         n, v, d = shape.sizes
-        return normal(n, d), normal(v, d) / math.sqrt(d), labels((n,))
+        h, w, y = normal(n, d), normal(v, d) / math.sqrt(d), labels((n,))
+        if shape.name == "linear-easy":  # nine tokens of ten have logits of about 4 at the label and below 1 elsewhere
+            easy = torch.arange(n, device=device) % 10 > 0
+            h[easy] = 4 * w[y[easy]]
+        return h, w, y
     if shape.kind == "contrastive":
-        count = 2 if spec.name == "info_nce" else 3
-        return tuple(normal(*shape.sizes) for _ in range(count))
+        return tuple(normal(*shape.sizes) for _ in range(2 if spec.name == "info_nce" else 3))
     x = normal(*shape.sizes)
-    if spec.inputs != "labelled":
-        return (x,)
-    return x, labels(shape.sizes[:1] + shape.sizes[2:])
+    return (x, labels(shape.sizes[:1] + shape.sizes[2:])) if spec.inputs == "labelled" else (x,)

@@ -1,7 +1,5 @@
-"""The bench as pytest-benchmark knows it: ``pytest bench --benchmark-only --benchmark-compare``.
-
-The same registry, shapes and providers as ``pylosses bench``; one test for each loss, short shape and provider, grouped by
-loss and shape. A provider that does not agree with the float64 reference fails and gets no time.
+"""The bench as pytest-benchmark knows it, which keeps a history and compares: ``pytest bench --benchmark-autosave``,
+later ``pytest bench --benchmark-compare``. A provider that does not agree with the float64 reference fails and gets no time.
 """
 
 from functools import partial
@@ -13,41 +11,36 @@ from pylosses.checking import function_of
 from pylosses.cli import bench_module
 from pylosses.spec import LOSSES
 
-gate, providers, shapes = (bench_module(name) for name in ("gate", "providers", "shapes"))
+gate, providers, shapes, stopwatch = (bench_module(name) for name in ("gate", "providers", "shapes", "stopwatch"))
 
-DTYPE, DEVICE = torch.float32, "cpu"
-
-
-def _cases():
-    for spec in LOSSES.values():
-        for name in shapes.QUICK_SHAPES:
-            shape = shapes.SHAPES[name]
-            if shapes.fits(spec, shape):
-                for provider in _providers(spec, shape):
-                    yield pytest.param(spec, shape, provider.name, id=f"{spec.name}-{name}-{provider.name.replace(' ', '-')}")
+SHAPES = [shapes.SHAPES[name] for name in ("cifar", "imagenet", "llama-quick", "cityscapes-quick", "linear-quick")]
 
 
 def _providers(spec, shape):
-    arguments = providers.variants(spec, peers=False)[0]
-    return providers.providers(spec, arguments, shape, DTYPE, DEVICE, asked=None, compile=False, peers=False)
+    return providers.providers(
+        spec, providers.variants(spec, False)[0], shape, torch.float32, "cpu", asked=None, compile=False, peers=False
+    )
 
 
-@pytest.mark.parametrize(("spec", "shape", "name"), list(_cases()))
-def test_forward_and_backward(spec, shape, name, benchmark):
+CASES = [
+    pytest.param(spec, shape, one.name, id=f"{spec.name}-{shape.name}-{one.name.replace(' ', '-')}")
+    for spec in LOSSES.values()
+    for shape in SHAPES
+    if shapes.fits(spec, shape)
+    for one in _providers(spec, shape)
+    if one.reason is None
+]
+
+
+@pytest.mark.parametrize(("spec", "shape", "name"), CASES)
+def test_step(spec, shape, name, benchmark):
     benchmark.group = f"{spec.name} {shape.name} {shape.text}"
-    provider = next(p for p in _providers(spec, shape) if p.name == name)
-    if provider.reason is not None:
-        pytest.skip(provider.reason)
-
-    small = shape.fewer_rows(gate.SMALL)
-    few = shapes.inputs(spec, small, DTYPE, DEVICE)
+    small, gradient = shape.fewer_rows(gate.SMALL), spec.family != "score"
+    few = shapes.inputs(spec, small, torch.float32, "cpu")
     exact = tuple(t.double() if t.is_floating_point() else t for t in few)
-    own = providers.concrete(providers.variants(spec, peers=False)[0], small, DEVICE)
-    truth = gate.evaluate(partial(function_of(spec), backend="reference", **own), exact)
-    call = next(p for p in _providers(spec, small) if p.name == name).call
-    disagreement = gate.sharp(gate.evaluate(call, few), truth, DTYPE)
-    if disagreement is not None:
-        pytest.fail(f"{name} disagrees with the reference: {disagreement}")
-
-    full = shapes.inputs(spec, shape, DTYPE, DEVICE)
-    benchmark(gate.evaluate, provider.call, full)
+    own = providers.concrete(providers.variants(spec, False)[0], small, "cpu")
+    truth = gate.evaluate(partial(function_of(spec), backend="reference", **own), exact, gradient)
+    call = {one.name: one.call for one in _providers(spec, small)}[name]
+    assert gate.sharp(gate.evaluate(call, few, gradient), truth, torch.float32) is None
+    call = {one.name: one.call for one in _providers(spec, shape)}[name]
+    benchmark(stopwatch.step_of(call, shapes.inputs(spec, shape, torch.float32, "cpu"), gradient))

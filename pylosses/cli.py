@@ -57,11 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--peers", action="store_true", help="other libraries too, as far as they are installed")
     command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and all rows to FILE")
     command.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots to DIR")
-    command.add_argument("--against", type=Path, metavar="FILE", help="name the ratios that differ from an earlier --json")
-    command.add_argument("--quick", action="store_true", help="the short set: main losses at reduced shapes, under 3 minutes")
-    command.add_argument("--budget", type=float, metavar="S", help="seconds of timing for each configuration")
+    command.add_argument("--quick", action="store_true", help="the short set: main losses at reduced shapes")
+    command.add_argument("--budget", type=_minutes, metavar="M", help="minutes of the whole run (default: 20, with --quick 3)")
     command.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes time to compile")
-    command.add_argument("--no-history", action="store_true", help="do not append to bench/results/history.jsonl")
     command.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     command.set_defaults(run=_bench)
     return parser
@@ -96,6 +94,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text!r}")
+    return value
 
 
 def _info(arguments: argparse.Namespace) -> int:

@@ -43,11 +43,6 @@ def isa() -> str:
     return "none" if _cpu is None else _cpu.isa()
 
 
-def handover_ns() -> float:
-    """Nanoseconds that a cache line takes between the cores of two threads; NaN where that cannot be told."""
-    return math.nan if _cpu is None else _cpu.handover_ns()
-
-
 def kernels() -> tuple[str, ...]:
     """Names of the formulas in csrc/losses/list.h."""
     return tuple(_LOSSES)

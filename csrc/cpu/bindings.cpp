@@ -14,7 +14,6 @@
 #define PYL_PAUSE_BEFORE_FORK
 #endif
 
-#include "cpu/handover.h"
 #include "cpu/pool.h"
 #include "cpu/problem.h"
 #include "losses/list.h"
@@ -235,8 +234,6 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_pool_limit", [](size_t bytes) { pool.set_limit(bytes); }, "Bytes that released gradients may hold.");
   m.def("clear_pool", [] { pool.clear(); }, "Free what the pool holds.");
   m.def("pool_held", [] { return pool.held(); }, "Bytes that the pool holds now.");
-  m.def("handover_ns", &handover_ns, py::call_guard<py::gil_scoped_release>(),
-        "Nanoseconds that a cache line takes between the cores of two threads; NaN where there is one.");
   m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead, family) of every formula, see losses/list.h.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");
