@@ -97,156 +97,63 @@ def softmax_entropy(x: Tensor) -> Tensor:
 
 
 PIXELS, ROWS, LINEAR = ("pixels",), ("rows",), ("linear",)
+BY_CLASS = "softmax=True, to_onehot_y=True"
+EXACT = f"{BY_CLASS}, batch=True, smooth_nr=0, smooth_dr=0"
+SMOOTH = {"label_smoothing": 0.1}
+OWN_MEAN = "its mean also divides by C"
+PAPER = "published in its repository, not a package"
+
 _torch = partial(Peer, "torch", "torch.nn.functional")
 _smp = partial(Peer, "segmentation-models-pytorch", "segmentation_models_pytorch.losses", kinds=PIXELS)
 _monai = partial(Peer, "monai", "monai.losses", call="f(x, y[:, None])", kinds=PIXELS)
 _kornia = partial(Peer, "kornia", "kornia.losses")
 _liger = partial(Peer, "liger-kernel", "liger_kernel.transformers.functional", device="cuda")
-_by_class = "softmax=True, to_onehot_y=True"
-_exact = f"{_by_class}, batch=True, smooth_nr=0, smooth_dr=0"
-_own_mean = "its mean also divides by C"
-_paper = "published in its repository, not a package"
-_weights = {"dice_weight": 0.7, "ce_weight": 0.3}
 
 PEERS: tuple[Peer, ...] = (
     _torch("cross_entropy", "cross_entropy"),
-    _torch("cross_entropy", "cross_entropy", "f(x, y, label_smoothing=0.1)", {"label_smoothing": 0.1}, timed=False),
+    _torch("cross_entropy", "cross_entropy", "f(x, y, label_smoothing=0.1)", SMOOTH, timed=False),
     _torch("multi_margin", "multi_margin_loss", kinds=ROWS, half=False),
-    _torch(
-        "multi_margin",
-        "multi_margin_loss",
-        "f(x, y, p=2, margin=0.5)",
-        {"power": 2.0, "margin": 0.5},
-        kinds=ROWS,
-        half=False,
-        timed=False,
-    ),
+    _torch("multi_margin", "multi_margin_loss", "f(x, y, p=2, margin=0.5)", {"power": 2.0, "margin": 0.5}, ROWS, half=False,
+           timed=False),
     _torch("linear_cross_entropy", "linear_cross_entropy", "f(h, w, y)", kinds=LINEAR),
-    _torch(
-        "linear_cross_entropy",
-        "linear_cross_entropy",
-        "f(h, w, y, options=torch.nn.LinearCrossEntropyOptions())",
-        kinds=LINEAR,
-        note="chunked",
-    ),
+    _torch("linear_cross_entropy", "linear_cross_entropy", "f(h, w, y, options=torch.nn.LinearCrossEntropyOptions())",
+           kinds=LINEAR, note="chunked"),
     _smp("dice", 'DiceLoss("multiclass")', arguments={"absent": "zero"}),
-    _smp(
-        "dice",
-        'DiceLoss("multiclass", smooth=0.5)',
-        arguments={"absent": "zero", "smooth": 1.0},
-        timed=False,
-        note="its smooth counts twice",
-    ),
-    _smp(
-        "cross_entropy",
-        "SoftCrossEntropyLoss(smooth_factor=0.1)",
-        arguments={"label_smoothing": 0.1},
-        note="without ignored pixels: its mean divides by all of them",
-    ),
-    _monai("dice", f"DiceLoss({_exact})"),
-    _monai("dice", f"DiceLoss({_by_class})", arguments={"over": "image", "smooth": 1e-5}, timed=False),
-    _monai("dice_ce", f"DiceCELoss({_exact})"),
-    _monai(
-        "dice_ce",
-        f"DiceCELoss({_by_class}, lambda_dice=0.7, lambda_ce=0.3)",
-        arguments={"over": "image", "smooth": 1e-5, **_weights},
-        timed=False,
-    ),
-    _monai(
-        "focal",
-        "FocalLoss(use_softmax=True, to_onehot_y=True)",
-        call="x.shape[1] * f(x, y[:, None])",
-        single=True,
-        note=_own_mean,
-    ),
-    _kornia("focal", "focal_loss", 'x.shape[1] * f(x, y, alpha=None, reduction="mean")', note=_own_mean),
-    _kornia(
-        "focal",
-        "focal_loss",
-        'f(x, y, alpha=None, gamma=0.5, reduction="sum")',
-        {"gamma": 0.5, "reduction": "sum"},
-        timed=False,
-    ),
-    _kornia(
-        "dice",
-        "dice_loss",
-        'f(x, y, average="macro", eps=0.0)',
-        {"over": "image", "absent": "exclude"},
-        kinds=PIXELS,
-        dims=(4,),
-    ),
-    _kornia(
-        "target",
-        "dice_loss",
-        'f(x, y, average="micro", eps=0.0)',
-        {"kind": "mae"},
-        kinds=PIXELS,
-        dims=(4,),
-        timed=False,
-        note="pooling the classes makes Dice the mean of 1 - p_y: not a class Dice",
-    ),
-    Peer(
-        "timm",
-        "timm.loss",
-        "cross_entropy",
-        "LabelSmoothingCrossEntropy(0.1)",
-        arguments={"label_smoothing": 0.1},
-        kinds=ROWS,
-    ),
-    Peer(
-        "TENT",
-        __name__,
-        "entropy",
-        "softmax_entropy",
-        "f(x).mean()",
-        timed=False,
-        note=f"{_paper}; the eager provider is this formula",
-    ),
-    Peer(
-        "SAR",
-        __name__,
-        "entropy",
-        "softmax_entropy",
-        "(e := f(x))[e < 0.4 * math.log(1000)].mean()",
-        {"max_entropy": 0.4 * math.log(1000)},
-        timed=False,
-        note=f"{_paper}; NaN where nothing is kept, ours is 0",
-    ),
-    Peer(
-        "pytorch-metric-learning",
-        "pytorch_metric_learning.losses",
-        "info_nce",
-        "NTXentLoss(0.07)",
-        "(f(a, i := torch.arange(len(a)), ref_emb=b, ref_labels=i.clone()) + f(b, i, ref_emb=a, ref_labels=i.clone())) / 2",
-        kinds=("contrastive",),
-        memory=lambda sizes: 30 * sizes[0] ** 3,  # it compares every positive with every negative of the batch
-    ),
+    _smp("dice", 'DiceLoss("multiclass", smooth=0.5)', arguments={"absent": "zero", "smooth": 1.0}, timed=False,
+         note="its smooth counts twice"),
+    _smp("cross_entropy", "SoftCrossEntropyLoss(smooth_factor=0.1)", arguments=SMOOTH,
+         note="without ignored pixels: its mean divides by all of them"),
+    _monai("dice", f"DiceLoss({EXACT})"),
+    _monai("dice", f"DiceLoss({BY_CLASS})", arguments={"over": "image", "smooth": 1e-5}, timed=False),
+    _monai("dice_ce", f"DiceCELoss({EXACT})"),
+    _monai("dice_ce", f"DiceCELoss({BY_CLASS}, lambda_dice=0.7, lambda_ce=0.3)", timed=False,
+           arguments={"over": "image", "smooth": 1e-5, "dice_weight": 0.7, "ce_weight": 0.3}),
+    _monai("focal", "FocalLoss(use_softmax=True, to_onehot_y=True)", call="x.shape[1] * f(x, y[:, None])", single=True,
+           note=OWN_MEAN),
+    _kornia("focal", "focal_loss", 'x.shape[1] * f(x, y, alpha=None, reduction="mean")', note=OWN_MEAN),
+    _kornia("focal", "focal_loss", 'f(x, y, alpha=None, gamma=0.5, reduction="sum")', {"gamma": 0.5, "reduction": "sum"},
+            timed=False),
+    _kornia("dice", "dice_loss", 'f(x, y, average="macro", eps=0.0)', {"over": "image", "absent": "exclude"}, PIXELS, (4,)),
+    _kornia("target", "dice_loss", 'f(x, y, average="micro", eps=0.0)', {"kind": "mae"}, PIXELS, (4,), timed=False,
+            note="pooling the classes makes Dice the mean of 1 - p_y: not a class Dice"),
+    Peer("timm", "timm.loss", "cross_entropy", "LabelSmoothingCrossEntropy(0.1)", arguments=SMOOTH, kinds=ROWS),
+    Peer("TENT", __name__, "entropy", "softmax_entropy", "f(x).mean()", timed=False, note=PAPER),
+    Peer("SAR", __name__, "entropy", "softmax_entropy", "(e := f(x))[e < 0.4 * math.log(1000)].mean()",
+         {"max_entropy": 0.4 * math.log(1000)}, timed=False, note=f"{PAPER}; NaN where nothing is kept, ours is 0"),
+    Peer("pytorch-metric-learning", "pytorch_metric_learning.losses", "info_nce", "NTXentLoss(0.07)",
+         "(f(a, i := torch.arange(len(a)), ref_emb=b, ref_labels=i.clone()) + f(b, i, ref_emb=a, ref_labels=i.clone())) / 2",
+         kinds=("contrastive",), memory=lambda sizes: 30 * sizes[0] ** 3),  # every positive against every negative of the batch
     _liger("cross_entropy", "liger_cross_entropy", kinds=ROWS, note="overwrites its input"),
     _liger("linear_cross_entropy", "liger_fused_linear_cross_entropy", "f(h, w, y)", kinds=LINEAR),
     Peer("quack-kernels", "quack", "cross_entropy", "cross_entropy", 'f(x, y, reduction="mean")', kinds=ROWS, device="cuda"),
-    Peer(
-        "cut-cross-entropy",
-        "cut_cross_entropy",
-        "linear_cross_entropy",
-        "linear_cross_entropy",
-        "f(h, w, y)",
-        kinds=LINEAR,
-        device="cuda",
-    ),
-)
+    Peer("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy", "linear_cross_entropy", "f(h, w, y)", kinds=LINEAR,
+         device="cuda"),
+)  # fmt: skip
 
 #: Losses of the same name that no arguments make equal: (library, their call, loss, why).
 DIFFERENT: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "segmentation-models-pytorch",
-        'FocalLoss("multiclass")',
-        "focal",
-        "C sigmoid focal losses, one against the rest, averaged; ours is one softmax",
-    ),
-    (
-        "pytorch-metric-learning",
-        "SelfSupervisedLoss(NTXentLoss())",
-        "info_nce",
-        "other rows of the same batch are negatives too (2N - 1 of them, SimCLR); ours has the N rows of the other batch",
-    ),
-)
+    ("segmentation-models-pytorch", 'FocalLoss("multiclass")', "focal",
+     "C sigmoid focal losses, one against the rest, averaged; ours is one softmax"),
+    ("pytorch-metric-learning", "SelfSupervisedLoss(NTXentLoss())", "info_nce",
+     "other rows of the same batch are negatives too (2N - 1 of them, SimCLR); ours has the N rows of the other batch"),
+)  # fmt: skip

@@ -39,9 +39,8 @@ class Provider:
 
 
 def variants(spec: LossSpec, peers: bool) -> list[dict[str, Any]]:
-    """The argument sets under which a loss is timed: those of the eager formula, then those that only a peer needs."""
-    entry = EAGER.get(spec.name)
-    found = [dict(entry.arguments if entry else spec.samples[0])]
+    """The argument sets under which a loss is timed: the usual ones, then those that only a peer needs."""
+    found = [{} if spec.name in EAGER else dict(spec.samples[0])]
     for peer in PEERS if peers else ():
         if peer.loss == spec.name and peer.timed and peer.arguments and dict(peer.arguments) not in found:
             found.append(dict(peer.arguments))
@@ -69,12 +68,11 @@ def providers(
 ) -> list[Provider]:
     """All providers of one configuration; those that cannot run have a reason."""
     own = concrete(arguments, shape, device)
-    entry = EAGER.get(spec.name)
+    formula = None if arguments else EAGER.get(spec.name)
     found = [_ours(spec, name, own) for name in asked or _fused_for(device)]
-    if not asked and (entry is None or all(provider.reason for provider in found)):
+    if not asked and (formula is None or all(provider.reason for provider in found)):
         found.append(_ours(spec, "reference", own))
-    if entry is not None and arguments == entry.arguments:
-        formula = partial(entry.function, **own) if own else entry.function
+    if formula is not None:
         found.append(Provider("eager", "eager", formula))
         if compile:
             found.append(Provider("torch.compile", "compile", torch.compile(formula, dynamic=False)))
