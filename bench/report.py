@@ -247,9 +247,10 @@ def both_ratios(settings: dict[str, Row]) -> str:
 
 # Pictures
 
-#: One colour for each kind of provider, the same in every picture; readable for colour-blind people and in print.
-COLOURS = {"ours": "#0072B2", "reference": "#56B4E9", "eager": "#D55E00", "compile": "#E69F00", "torch": "#009E73"}
-NAMES = {"ours": "pylosses", "eager": "eager PyTorch", "compile": "torch.compile of it", "torch": "torch's own loss"}
+#: Of each kind of provider, the same in every picture; readable for colour-blind people and in print.
+COLOURS = {"ours": "#0072B2", "eager": "#D55E00", "compile": "#E69F00", "torch": "#009E73", "copy": "#555555"}
+NAMES = {"ours": "pylosses", "eager": "eager PyTorch", "compile": "torch.compile of it", "copy": "copy of the logits"}
+CHUNKED = "#00573F"
 
 
 def plots(record: Record, folder: Path) -> list[Path]:
@@ -257,141 +258,113 @@ def plots(record: Record, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    rows = [row for row in record.rows if row["status"] == "ok" and not row["arguments"] and row["dtype"] == "float32"]
+    huge = {(row["loss"], row["shape"], row["provider"]): row for row in rows if row["allocator"] != "default"}
+    rows = [row for row in rows if row["allocator"] == "default" and row["by"] in COLOURS]
 
-    usable = [row for row in record.rows if row["status"] == "ok" and not row["arguments"] and row["dtype"] == "float32"]
-    written = []
-    for name, draw in (("speedup", _speed_ups), ("memory", _memory), ("classes", _classes), ("linear", _linear)):
-        figure = draw(usable, record)
-        if figure is not None:
-            written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=100)
-            plt.close(figure)
-    return written
-
-
-def _panels(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows of bars by shape, the large shapes alone."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["by"] in NAMES and "classes-" not in row["shape"] and row["kind"] in ("rows", "pixels"):
-            found.setdefault(shape_of(row), []).append(row)
-    ranked = sorted(found, key=lambda name: -len(found[name]))[:3]
-    return {name: found[name] for name in found if name in ranked}
-
-
-def _bars(rows: list[Row], record: Record, title: str, value: Any, label: str, **scale: Any) -> Any:
-    """A panel for each shape: bars for each loss, one a provider; `value(row)` is (length, text) or None."""
-    import matplotlib.pyplot as plt
-
-    panels = _panels([row for row in rows if row["allocator"] == "default" and value(row) is not None])
-    if not panels:
-        return None
-    height = 1.6 + 0.19 * max(len(those) for those in panels.values())
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), max(3.2, height)), layout="constrained", squeeze=False
-    )
-    for axes, (name, those) in zip(grid[0], panels.items(), strict=True):
-        place, ticks = 0.0, {}
-        for loss in dict.fromkeys(row["loss"] for row in those):
-            its = [row for row in those if row["loss"] == loss]
-            ticks[loss] = place + (len(its) - 1) / 2
-            for row in its:
-                length, text = value(row)
-                colour = "#00573F" if "chunked" in row["provider"] else COLOURS[row["by"]]
-                axes.barh(place, length, height=0.85, color=colour, label=NAMES[row["by"]])
-                axes.annotate(text, (length, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
-                place += 1
-            place += 0.8
-        axes.set(title=name, xlabel=label, ylim=(place, -1), **scale)
-        axes.margins(x=0.3)
-        axes.set_yticks(list(ticks.values()), list(ticks), fontsize=8)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-    _finish(figure, grid[0], record, title)
-    return figure
-
-
-def _finish(figure: Any, panels: Any, record: Record, title: str) -> None:
-    """Title with the machine, and one legend for all panels."""
-    legend = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.suptitle(f"{title}\n{record.machine}", fontsize=10)
-
-
-def _speed_ups(rows: list[Row], record: Record) -> Any:
-    huge = {(row["loss"], row["shape"], row["provider"]): row for row in rows if row["allocator"] == "huge pages"}
-
-    def value(row: Row) -> tuple[float, str] | None:
-        if row["by"] == "ours" or not ratio_of(row):
-            return None
+    def speed_up(row: Row) -> Point:
         other = ratio_of(huge.get((row["loss"], row["shape"], row["provider"]), {}))
         return row["ratio"][1], ratio_of(row) + (f" ({other})" if other else "")
 
-    title = "How many times longer they take than pylosses, in brackets with huge pages for torch"
-    return _bars(rows, record, title, value, "their time / ours, training step", xscale="log")
+    def memory(row: Row) -> Point:
+        return row["extra_bytes"] / _logit_bytes(row), in_bytes(row["extra_bytes"])
+
+    central = [row for row in rows if row["kind"] in ("rows", "pixels") and not row["shape"].startswith("classes-")]
+    sweep = [(row, row["ms"][1]) for row in rows if row["shape"].startswith("classes-") and "ms" in row]
+    linear = [(row, row["extra_bytes"] / 2**20) for row in rows if row["shape"].startswith("vocabulary-")]
+    pictures = {
+        "speedup": _bars([(row, *speed_up(row)) for row in central if ratio_of(row)], "their time / ours, a training step", 1),
+        "memory": _bars([(row, *memory(row)) for row in central if "extra_bytes" in row], "in sizes of the logits", 0),
+        "classes": _curves(sweep, "classes (64 rows)", "milliseconds"),
+        "linear": _curves(linear, "vocabulary (1024 tokens x 64 features)", "MiB"),
+    }
+    written = []
+    for name, panels in pictures.items():
+        if panels is not None:
+            figure = panels[0].figure
+            legend = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+            figure.suptitle(f"{TITLES[name]}\n{record.machine}", fontsize=10)
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=100)
+            figure.clear()
+    return written
 
 
-def _memory(rows: list[Row], record: Record) -> Any:
-    def value(row: Row) -> tuple[float, str] | None:
-        share = row.get("extra_bytes", 0) / _logit_bytes(row)
-        return (share, in_bytes(row["extra_bytes"])) if "extra_bytes" in row else None
-
-    title = "Peak memory of a training step beyond input and gradient"
-    return _bars(rows, record, title, value, "in sizes of the logits")
-
-
-def _classes(rows: list[Row], record: Record) -> Any:
-    """Time against the number of classes, with the copy of the logits as the floor."""
-    points = [row for row in rows if row["shape"].startswith("classes-") and "ms" in row]
-    losses = list(dict.fromkeys(row["loss"] for row in points))
-    if not losses:
-        return None
-    return _curves(
-        record,
-        f"Time of a training step against the number of classes ({points[0]['sizes'][0]} rows, float32)",
-        {loss: [(row, row["ms"][1]) for row in points if row["loss"] == loss] for loss in losses},
-        "classes",
-        "milliseconds",
-    )
+TITLES = {
+    "speedup": "How many times longer a training step takes than with pylosses\n(in brackets: with huge pages for torch)",
+    "memory": "Peak memory of a training step beyond input and gradient",
+    "classes": "Time of a training step against the number of classes, float32",
+    "linear": "Linear layer and cross-entropy: peak memory beyond inputs and gradients, float32",
+}
+Point = tuple[float, str]
 
 
-def _linear(rows: list[Row], record: Record) -> Any:
-    """Memory of a linear layer with its loss against the vocabulary."""
-    points = [row for row in rows if row["shape"].startswith("vocabulary-") and "extra_bytes" in row]
-    if not points:
-        return None
-    tokens, _, features = points[0]["sizes"]
-    return _curves(
-        record,
-        f"Peak memory beyond inputs and gradients, {tokens} tokens x {features} features, float32",
-        {"linear layer and cross-entropy": [(row, row["extra_bytes"] / 2**20) for row in points]},
-        "vocabulary",
-        "MiB",
-    )
-
-
-def _curves(record: Record, title: str, panels: dict[str, list[tuple[Row, float]]], x: str, y: str) -> Any:
+def _bars(rows: list[tuple[Row, float, str]], label: str, start: int) -> Any:
+    """A panel for each of the three shapes with most bars; a group of bars for each loss, from `start`."""
     import matplotlib.pyplot as plt
 
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels) + 1, 4.4), sharey=True, layout="constrained", squeeze=False
-    )
-    for axes, (name, points) in zip(grid[0], panels.items(), strict=True):
-        for provider in dict.fromkeys(row["provider"] for row, _ in points):
-            its = sorted((row["sizes"][1], value, row["by"]) for row, value in points if row["provider"] == provider)
-            colour = "#00573F" if "chunked" in provider else COLOURS.get(its[0][2], "#555555")
-            label = {"copy": "copy of the logits", "eager": "eager PyTorch"}.get(provider, provider)
-            axes.plot(*zip(*(point[:2] for point in its), strict=True), "o-", color=colour, markersize=4, label=label)
-        axes.set(title=name, xlabel=x, xscale="log", yscale="log")
+    shapes = [shape_of(row) for row, *_ in rows]
+    shapes = [name for name in dict.fromkeys(shapes) if name in sorted(set(shapes), key=shapes.count)[-3:]]
+    if not shapes:
+        return None
+    many = max(sum(shape_of(row) == name for row, *_ in rows) for name in shapes)
+    size = (max(7, 4.2 * len(shapes)), max(3.4, 1.8 + 0.2 * many))
+    figure, grid = plt.subplots(1, len(shapes), figsize=size, layout="constrained", squeeze=False)
+    for axes, name in zip(grid[0], shapes, strict=True):
+        place, ticks = 0.0, {}
+        its = [one for one in rows if shape_of(one[0]) == name]
+        for loss in dict.fromkeys(row["loss"] for row, *_ in its):
+            ticks[loss] = place
+            for row, length, text in its:
+                if row["loss"] == loss:
+                    axes.barh(place, length - start, left=start, height=0.85, color=_colour(row), label=_label(row))
+                    axes.annotate(text, (length, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+                    place += 1
+            place += 0.8
+        axes.set(title=name, xlabel=label, ylim=(place, -1))
+        if start:
+            axes.set_xscale("log")
+        longest = max(length for _, length, _ in its)
+        axes.set_xlim(0.8 * start, 6 * longest if start else 1.3 * longest)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_yticks(list(ticks.values()), list(ticks), fontsize=8)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    return grid[0]
+
+
+def _curves(points: list[tuple[Row, float]], x: str, y: str) -> Any:
+    """A panel for each loss, a curve for each provider against the number of classes."""
+    import matplotlib.pyplot as plt
+
+    losses = list(dict.fromkeys(row["loss"] for row, _ in points))
+    if not losses:
+        return None
+    size = (max(7, 4.6 * len(losses)), 4.4)
+    figure, grid = plt.subplots(1, len(losses), figsize=size, sharey=True, layout="constrained", squeeze=False)
+    for axes, loss in zip(grid[0], losses, strict=True):
+        curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for row, value in points:
+            if row["loss"] == loss:
+                curves.setdefault((_label(row), _colour(row)), []).append((row["sizes"][1], value))
+        for (name, colour), its in curves.items():
+            axes.plot(*zip(*sorted(its), strict=True), "o-", color=colour, markersize=4, label=name)
+        axes.set(title=loss, xlabel=x, xscale="log", yscale="log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.grid(alpha=0.3)
     grid[0][0].set_ylabel(y)
-    _finish(figure, grid[0], record, title)
-    return figure
+    return grid[0]
+
+
+def _colour(row: Row) -> str:
+    return CHUNKED if "chunked" in row["provider"] else COLOURS[row["by"]]
+
+
+def _label(row: Row) -> str:
+    return NAMES.get(row["by"], "torch's own, chunked" if "chunked" in row["provider"] else "torch's own")
 
 
 def _logit_bytes(row: Row) -> float:
-    shape = Shape(row["shape"], tuple(row["sizes"]), row["kind"])
-    return shape.logits * {"float64": 8, "float32": 4}.get(row["dtype"], 2)
+    return Shape("", tuple(row["sizes"]), row["kind"]).logits * {"float64": 8, "float32": 4}.get(row["dtype"], 2)

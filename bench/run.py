@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
@@ -79,11 +80,11 @@ class Configuration:
     @property
     def cost(self) -> float:
         """Seconds it takes on a small machine, roughly: for the budget, and for the time left."""
-        step = 40e-9 * self.shape.logits
+        each = 30e-9 * self.shape.logits  # a step of everybody
         if self.shape.kind == "linear":
-            step += self.shape.logits * self.shape.sizes[2] * 6 / 2e11
-        steps = 3 * (1 + (6 if self.timed else 1))
-        return 1.5 + max(steps * step, 1.0) + (15 if self.compile and self.allocator == "default" else 5 if self.compile else 0)
+            each += 3 * 6 * math.prod(self.shape.sizes) / 2e11
+        compiling = 0 if not self.compile else 15 if self.allocator == "default" else 5
+        return 2 + (7 if self.timed else 2) * each + compiling
 
 
 def worker() -> NoReturn:
