@@ -1,6 +1,6 @@
 """What the Triton and CUDA kernels become on GPUs, without one: registers, spills, shared memory, modelled traffic and time.
 
-    python tools/gpu_report.py [--quick] [--jobs 2] [FILE]     writes bench/results/gpu_report.md; exit 1 when a kernel spills
+    python tools/gpu_report.py [--quick] [--jobs 2] [FILE]     writes docs/gpu_report.md; exit 1 when a kernel spills
 
 Nothing here was measured. Times are modelled bytes over the bandwidth of the data sheet.
 """
@@ -23,7 +23,6 @@ import calls  # noqa: E402
 import emulator  # noqa: E402
 import nvcc  # noqa: E402
 from ahead import Resources, call_of, compiling, layer_of, resources  # noqa: E402
-from loops import accesses  # noqa: E402
 from model import traffic  # noqa: E402
 
 from pylosses import cuda  # noqa: E402
@@ -85,18 +84,37 @@ def configurations(quick: bool) -> Iterator[Compiled]:
                 yield Compiled(arch, f"{LINEAR}{loss}", sample, LAYER, dtype)
 
 
-def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> str:
-    """Share of a multiprocessor's threads, limited by registers (allocated by 256 a warp) and shared memory."""
+class Line(NamedTuple):
+    """What one configuration makes of a kernel."""
+
+    kernel: str
+    device: str
+    what: str  #: loss, shape and dtype
+    registers: int
+    spilled: int
+    shared: int
+    occupancy: int | None = None  #: percent
+    bytes: float | None = None  #: per logit, of kernels that read or write logits
+    ms: float | None = None  #: modelled, for 4096 x 32000 logits
+
+
+def modelled(each: float, arch: str) -> float:
+    """Milliseconds that so many bytes a logit take."""
+    return each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6
+
+
+def occupancy(found: Resources | nvcc.Resources, warps: int, arch: str) -> int | None:
+    """Percent of a multiprocessor's threads, limited by registers (allocated by 256 a warp) and shared memory."""
     shared = DEVICES[arch].shared
     if shared is None:
-        return "-"
+        return None
     per_warp = -(-found.registers * 32 // 256) * 256
     blocks = min(THREADS // (32 * warps), REGISTERS // (per_warp * warps), shared // (found.shared + 1024), BLOCKS)
-    return f"{100 * blocks * 32 * warps // THREADS} %"
+    return 100 * blocks * 32 * warps // THREADS
 
 
-def row(config: Compiled) -> list[tuple[str, int]]:
-    """A line of the table for each kernel of a configuration, and the bytes it spills."""
+def row(config: Compiled) -> list[Line]:
+    """A line for each kernel of a configuration."""
     torch.set_num_threads(1)
     x = torch.zeros(config.shape if len(config.shape) != 3 else 0, dtype=config.dtype)
     with compiling(config.arch) as launches:
@@ -108,23 +126,18 @@ def row(config: Compiled) -> list[tuple[str, int]]:
             call = call_of(config.loss, x, config.sample)
             loss, saved = backend.forward(call, x, True)
             backend.backward(call, x, saved, loss)
-    device, lines = DEVICES[config.arch], []
+    lines = []
     for launch in launches:
         if launch.name == "tile.finish" and config.loss != "cross_entropy":
             continue  # the same for all
         found = resources(launch)
-        cells = [f"{config.loss} {config.sample}", launch.name, "x".join(map(str, config.shape)), str(config.dtype)[6:]]
-        cells += [f"{device.name} ({config.arch})", launch.warps, *found[:3], occupancy(found, launch.warps, config.arch)]
+        what = f"{config.loss} {config.sample}, {'x'.join(map(str, config.shape))} {str(config.dtype)[6:]}"
+        line = Line(launch.name, config.arch, what, *found[:3], occupancy(found, launch.warps, config.arch))
         if "p_x" in launch.arguments:
             model = traffic(launch)
             each = (model.reads + model.writes) * x.element_size()
-            loops = "-"
-            if device.shared is not None:
-                loops = ", ".join(f"{a.loads:.3g} + {a.stores:.3g}" for a in accesses(launch))
-            cells += [each, loops, f"{each * 4096 * 32000 / device.bandwidth / 1e6:.3f} ms"]
-        else:
-            cells += ["-"] * 3
-        lines.append((f"| {' | '.join(map(str, cells))} |", found.spilled))
+            line = line._replace(bytes=each, ms=modelled(each, config.arch))
+        lines.append(line)
     return lines
 
 
@@ -133,7 +146,7 @@ def assembled(unit: tuple[str, str]) -> dict[str, nvcc.Resources]:
     return nvcc.resources(*unit)
 
 
-def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[tuple[str, int]]:
+def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[Line]:
     """The same lines for CUDA C++: the host code tells the launches of a configuration, ptxas what each kernel takes."""
     units = [(family, arch) for arch in DEVICES if arch.startswith("sm_") for family in nvcc.families()]
     found: dict[tuple[str, str], nvcc.Resources] = {}
@@ -160,37 +173,55 @@ def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[tuple[str, int
                 if not reads and (launch.kernel, arch) in shown:
                     continue  # the same for all losses
                 shown.add((launch.kernel, arch))
-                warps = launch.block[0] // 32
-                cells = [f"{spec.name} 0", f"cuda.{kernel}", "x".join(map(str, shape)), str(dtype)[6:]]
-                cells += [f"{DEVICES[arch].name} ({arch})", warps, *of[:3], occupancy(of, warps, arch)]
+                what = f"{spec.name}, {'x'.join(map(str, shape))} {str(dtype)[6:]}"
+                line = Line(f"cuda.{kernel}", arch, what, *of[:3], occupancy(of, launch.block[0] // 32, arch))
                 if reads:
-                    each = (reads + (kernel.endswith("_gradient"))) * x.element_size()
-                    cells += [f"{each:.3g}", "-", f"{each * 4096 * 32000 / DEVICES[arch].bandwidth / 1e6:.3f} ms"]
-                else:
-                    cells += ["-"] * 3
-                yield f"| {' | '.join(map(str, cells))} |", of.spilled
+                    each = (reads + kernel.endswith("_gradient")) * x.element_size()
+                    line = line._replace(bytes=each, ms=modelled(each, arch))
+                yield line
     for (name, arch), of in found.items():  # what no configuration launches must not spill either
         if (name, arch) not in shown and of.spilled:
-            cells = ["-", f"cuda.{name}", "-", "-", arch, "-", *of[:3], "-", "-", "-", "-"]
-            yield f"| {' | '.join(map(str, cells))} |", of.spilled
+            yield Line(f"cuda.{name}", arch, "not launched here", *of[:3])
 
 
 HEAD = """# Triton and CUDA kernels on GPUs: **modelled, not measured**
 
-Compiled ahead of time by `make gpu-report`, with the specialisation of the shapes shown; no GPU took part. The number behind a
-loss is that of its sample arguments. Registers, spills and shared memory are the assembler's, occupancy follows from them.
-Bytes per logit are the traffic model, which the executed PTX is held to (tests/test_triton_ptx.py). Loads + stores are what the
-innermost loops do to each element, one pair a loop; a kernel that holds whole rows has no loop, and its few reads of single
-logits, such as the label's, count with it. The kernels of a linear layer (rows x classes x features) make their
-logits and read none. Modelled time is the modelled traffic of 4096 x 32000 logits over the bandwidth of
-the data sheet. Kernels named cuda.* are those of csrc/cuda, as nvcc and ptxas compile them: the host code tells the launches of
-each loss, which is a switch inside its kernel, and what a kernel reads at most is what its executed PTX is held to
-(tests/test_cuda_ptx.py).
+Compiled ahead of time by `make gpu-report`; no GPU took part. A line is a kernel on a device with the range over all losses,
+arguments, shapes and dtypes it was compiled for ("compiled": how many). Registers, spills and shared memory are the
+assembler's, occupancy follows from them. Bytes per logit are the traffic model, which the executed PTX is held to
+(tests/test_triton_ptx.py, tests/test_cuda_ptx.py); the kernels of a linear layer make their logits and read none. Modelled time
+is that traffic of 4096 x 32000 logits over the bandwidth of the data sheet. Kernels named cuda.* are those of csrc/cuda, as
+nvcc and ptxas compile them.
 
-| loss | kernel | shape | dtype | device | warps | registers | spilled bytes | shared bytes | occupancy | bytes per logit \
-| loads + stores | modelled time |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
+{count} kernels were compiled, {spills} of them spill.
+
+| kernel | device | compiled | registers | shared bytes | occupancy % | bytes per logit | modelled ms |
+|---|---|---|---|---|---|---|---|
 """
+
+
+def table(lines: list[Line]) -> str:
+    """A line for each kernel and device, the spills, if any, by configuration."""
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.kernel, line.device), []).append(line)
+    text = [HEAD.format(count=len(lines), spills=sum(line.spilled > 0 for line in lines)).rstrip()]
+    for (kernel, arch), its in sorted(groups.items(), key=lambda item: (item[0][0], list(DEVICES).index(item[0][1]))):
+        names = ("registers", "shared", "occupancy", "bytes", "ms")
+        cells = [kernel, f"{DEVICES[arch].name} ({arch})", str(len(its))]
+        cells += [span([getattr(line, name) for line in its]) for name in names]
+        text.append(f"| {' | '.join(cells)} |")
+    text += [f"- {line.kernel} on {line.device} spills {line.spilled} bytes: {line.what}" for line in lines if line.spilled]
+    return "\n".join(text) + "\n"
+
+
+def span(values: list[float | None]) -> str:
+    """The range of what is known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    low, high = (str(value) if isinstance(value, int) else f"{value:.3g}" for value in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"
 
 
 def main() -> int:
@@ -198,28 +229,20 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one shape, dtype and argument sample of each loss")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--only", choices=("triton", "cuda"), help="only the kernels of one backend")
-    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench" / "results" / "gpu_report.md")
+    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "docs" / "gpu_report.md")
     options = parser.parse_args()
-    lines, spills = [], 0
+    lines: list[Line] = []
     todo = [] if options.only == "cuda" else list(configurations(options.quick))
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for done, (config, found) in enumerate(zip(todo, pool.map(row, todo), strict=True), 1):
-            lines += [line for line, _ in found]
-            for line, spilled in found:
-                if spilled:
-                    spills += 1
-                    print(f"spills: {line}", file=sys.stderr, flush=True)
+            lines += found
             if done % 25 == 0 or done == len(todo):
                 print(f"{done} of {len(todo)} configurations ({config.arch})", file=sys.stderr, flush=True)
         if nvcc.NVCC is not None and options.only != "triton":
-            for line, spilled in cuda_rows(pool, options.quick):
-                lines.append(line)
-                if spilled:
-                    spills += 1
-                    print(f"spills: {line}", file=sys.stderr, flush=True)
+            lines += cuda_rows(pool, options.quick)
     options.file.parent.mkdir(parents=True, exist_ok=True)
-    head, _, table = HEAD.partition("| loss |")
-    options.file.write_text(f"{head}{len(lines)} kernels, {spills} of them spill.\n\n| loss |{table}" + "\n".join(lines) + "\n")
+    options.file.write_text(table(lines))
+    spills = sum(line.spilled > 0 for line in lines)
     print(f"{options.file}: {len(lines)} kernels, {spills} with spills")
     return 1 if spills else 0
 
