@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bench-twice bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
+.PHONY: bench bench-full bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
 BIN := .venv/bin
 TEST := $(BIN)/pytest -q -n 2
 GRID := tests/test_backends_agree.py tests/test_golden.py
@@ -10,17 +10,14 @@ DIFFERS := cpu and ((test_golden and (float32 or float64)) or test_layouts or \
 	(test_rows and not float64 and (plain or peaked or masked or special or one_class or three_classes or wide)))
 
 bench: setup
-	$(BIN)/pylosses bench --quick --json bench/results/quick.json --plot bench/results
+	$(BIN)/pylosses bench --quick --json bench/results/quick/cpu.json --plot bench/results/quick
 
+# The committed record and pictures, and the tables that docs/ has of them: twenty minutes, with '.[peers]' installed.
 bench-full: setup
-	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full
+	$(BIN)/pylosses bench --peers --json bench/results/cpu.json --plot bench/results
+	$(BIN)/python tools/readme.py
 
-# How far two full runs agree: ends with the ratios that do not.
-bench-twice: setup
-	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/first.json
-	$(BIN)/pylosses bench --peers --dtype float32 --dtype bfloat16 --json bench/results/full.json --plot bench/results/full \
-		--against bench/results/first.json
-
+# Which promises does the committed record keep?
 bars: setup
 	$(BIN)/python -m pylosses.bench.bars
 

@@ -193,20 +193,19 @@ def in_bytes(value: float | None) -> str:
 
 # Markdown
 
-CENTRAL = ("imagenet", "llama", "cityscapes", "linear")
 HEADLINE = ("loss", "shape", "ours", "copies", "eager", "compiled", "torch's own", "extra memory", "of eager")
 
 
-def headline(record: Record) -> str:
-    """The losses at the central shapes in float32; ratios with torch's default allocator, in brackets with huge pages."""
-    lines = [f"| {' | '.join(HEADLINE)} |", "|---" * len(HEADLINE) + "|"]
+def headline(record: Record, shown: tuple[tuple[str, str], ...] = ()) -> str:
+    """Losses in float32 that have an eager formula, all or the (loss, shape) pairs of `shown`; with huge pages in brackets."""
+    found: dict[tuple[str, str], str] = {}
     for first, providers in groups(record.rows):
         kinds: dict[str, dict[str, Row]] = {}
         for settings in providers.values():
             row = settings.get("default", {})
             if row.get("status") == "ok" and "ms" in row:
                 kinds.setdefault(row["by"], settings)
-        if "eager" not in kinds or "ours" not in kinds or first["shape"] not in CENTRAL or first["dtype"] != "float32":
+        if not {"eager", "ours"} <= kinds.keys() or first["dtype"] != "float32" or first["shape"].startswith("classes-"):
             continue
         ours = kinds["ours"]["default"]
         cells = [
@@ -217,8 +216,9 @@ def headline(record: Record) -> str:
         ]
         cells += [both_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch")]
         cells += [in_bytes(kinds[kind]["default"].get("extra_bytes")) for kind in ("ours", "eager")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found[first["loss"], first["shape"]] = f"| {' | '.join(cells)} |"
+    lines = [found[pair] for pair in shown or found if pair in found]
+    return "\n".join([f"| {' | '.join(HEADLINE)} |", "|---" * len(HEADLINE) + "|", *lines])
 
 
 def peers(record: Record) -> str:
