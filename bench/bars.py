@@ -7,21 +7,21 @@ decides, the range beside it says how clearly. Who failed the gate has no number
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
 from . import report
 from .report import Record, Row
 from .shapes import SHAPES, VOCABULARIES, Shape
+from .stopwatch import quartiles
 
 # The promises
 
-ROW, LOGITS, MS = "extra bytes a row", "extra bytes a byte of logits", "ms"  #: units where a promise is no ratio of times
+UNITS = ROW, LOGITS, MS = "extra bytes a row", "extra bytes a byte of logits", "ms"  #: of promises that are no ratios of times
 
 
 @dataclass(frozen=True)
@@ -38,60 +38,49 @@ class Promise:
 
     @property
     def text(self) -> str:
-        what = " " if self.against in (ROW, LOGITS, MS) else {">=": "x faster than ", "<=": "x the time of "}[self.relation]
+        what = " " if self.against in UNITS else {">=": "x faster than ", "<=": "x the time of "}[self.relation]
         return f"{self.relation} {self.limit:g}{what}{self.against}" + (
             "" if self.allocator == "default" else f" ({self.allocator})"
         )
 
 
-def _promises(loss: str, shape: str, dtype: str, *its: tuple[Any, ...]) -> list[Promise]:
-    return [Promise(loss, shape, dtype, *one) for one in its]
-
-
-def _memory(shape: Shape, *losses: str, bits: bool = False) -> list[Promise]:
-    """16 bytes a row; for margins a bit a logit beside them."""
-    limit = 16 + (shape.classes / 8 if bits else 0)
-    return [Promise(loss, shape.name, "float32", "<=", limit, ROW) for loss in losses]
-
-
 CE, MARGIN, CHUNKED = "F.cross_entropy", "F.multi_margin_loss", "F.linear_cross_entropy (chunked)"
 F32, BF16, HUGE = "float32", "bfloat16", "huge pages"
 OTHERS = ("logit_norm", "focal", "adr", "knl", "tta")
+SEGMENTATION = (("hem", 18, "eager"), ("cross_entropy", 5.5, CE), ("dice", 14, "eager"))
+LLAMA, CITYSCAPES = SHAPES["llama"], SHAPES["cityscapes"]
 
-PROMISES: tuple[Promise, ...] = (
-    *_promises("hem", "llama", F32, (">=", 40, "eager"), (">=", 18, "eager", HUGE), (">=", 25, "torch.compile")),
-    *_promises("hem", "llama", F32, ("<=", 1.3, "copy")),
-    *_promises("hem", "llama", BF16, (">=", 60, "eager")),
-    *_promises("cross_entropy", "llama", F32, (">=", 9, CE), (">=", 7, CE, HUGE), (">=", 6, "torch.compile")),
-    *_promises("cross_entropy", "llama", F32, ("<=", 1.2, "copy")),
-    *_promises("cross_entropy", "llama", BF16, (">=", 10, CE)),
-    *_promises("entropy", "llama", F32, (">=", 18, "eager"), ("<=", 1.8, "copy")),
-    *_promises("multi_margin", "llama", F32, (">=", 18, MARGIN)),
-    *(one for loss in OTHERS for one in _promises(loss, "llama", F32, ("<=", 1.6, "our cross_entropy"))),
-    *_promises("cross_entropy", "cifar", F32, ("<=", 1.6, CE)),
-    *_promises("hem", "cityscapes", F32, (">=", 20, "eager"), ("<=", 1.6, "copy")),
-    *_promises("cross_entropy", "cityscapes", F32, (">=", 6.5, CE), ("<=", 1.6, "copy")),
-    *_promises("dice", "cityscapes", F32, (">=", 16, "eager"), (">=", 6, "torch.compile")),
-    *_promises("dice_ce", "cityscapes", F32, ("<=", 1.25, "our dice"), (">=", 12, "monai")),
-    *(
-        one
-        for shape in ("ade20k", "camvid")
-        for dtype in (F32, BF16)
-        for loss, limit, against in (("hem", 18, "eager"), ("cross_entropy", 5.5, CE), ("dice", 14, "eager"))
-        for one in _promises(loss, shape, dtype, (">=", limit, against))
-    ),
-    *_memory(SHAPES["llama"], "hem", "multi_margin", bits=True),
-    *_memory(SHAPES["llama"], "cross_entropy", "entropy", *OTHERS),
-    *_memory(SHAPES["cityscapes"], "hem", bits=True),
-    *_memory(SHAPES["cityscapes"], "cross_entropy", "entropy", "dice", "dice_ce"),
-    *_promises("linear_cross_entropy", "linear", F32, ("<=", 0.92, "eager"), ("<=", 0.5, CHUNKED), ("<=", 1 / 4, LOGITS)),
-    # bounded: with twice the rows or classes, the same bytes are half the share
-    *_promises("linear_cross_entropy", "linear-rows", F32, ("<=", 1 / 8, LOGITS)),
-    *_promises("linear_cross_entropy", VOCABULARIES[-1].name, F32, ("<=", 1 / 8, LOGITS)),
-    *_promises("linear_hem", "linear", F32, (">=", 1.5, "eager")),
-    *_promises("linear_hem", "linear-easy", F32, (">=", 3, "eager")),
-    *_promises("import pylosses", "", "", ("<=", 60, MS)),
-)
+PROMISES: tuple[Promise, ...] = tuple(
+    Promise(loss, shape, dtype, *one)
+    for loss, shape, dtype, *its in (
+        ("hem", "llama", F32, (">=", 40, "eager"), (">=", 18, "eager", HUGE), (">=", 25, "torch.compile"), ("<=", 1.3, "copy")),
+        ("hem", "llama", BF16, (">=", 60, "eager")),
+        ("cross_entropy", "llama", F32, (">=", 9, CE), (">=", 7, CE, HUGE), (">=", 6, "torch.compile"), ("<=", 1.2, "copy")),
+        ("cross_entropy", "llama", BF16, (">=", 10, CE)),
+        ("entropy", "llama", F32, (">=", 18, "eager"), ("<=", 1.8, "copy")),
+        ("multi_margin", "llama", F32, (">=", 18, MARGIN)),
+        *((loss, "llama", F32, ("<=", 1.6, "our cross_entropy")) for loss in OTHERS),
+        ("cross_entropy", "cifar", F32, ("<=", 1.6, CE)),
+        ("hem", "cityscapes", F32, (">=", 20, "eager"), ("<=", 1.6, "copy")),
+        ("cross_entropy", "cityscapes", F32, (">=", 6.5, CE), ("<=", 1.6, "copy")),
+        ("dice", "cityscapes", F32, (">=", 16, "eager"), (">=", 6, "torch.compile")),
+        ("dice_ce", "cityscapes", F32, ("<=", 1.25, "our dice"), (">=", 12, "monai")),
+        *((loss, shape, dtype, (">=", limit, against))
+          for shape in ("ade20k", "camvid") for dtype in (F32, BF16) for loss, limit, against in SEGMENTATION),
+        # memory: 16 bytes a row, for margins a bit a logit beside them
+        *((loss, "llama", F32, ("<=", 16 + LLAMA.classes / 8, ROW)) for loss in ("hem", "multi_margin")),
+        *((loss, "llama", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", *OTHERS)),
+        ("hem", "cityscapes", F32, ("<=", 16 + CITYSCAPES.classes / 8, ROW)),
+        *((loss, "cityscapes", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", "dice", "dice_ce")),
+        ("linear_cross_entropy", "linear", F32, ("<=", 0.92, "eager"), ("<=", 0.5, CHUNKED), ("<=", 1 / 4, LOGITS)),
+        # bounded: with more rows or classes, the same bytes are a smaller share
+        *(("linear_cross_entropy", shape, F32, ("<=", 1 / 8, LOGITS)) for shape in ("linear-rows", VOCABULARIES[-1].name)),
+        ("linear_hem", "linear", F32, (">=", 1.5, "eager")),
+        ("linear_hem", "linear-easy", F32, (">=", 3, "eager")),
+        ("import pylosses", "", "", ("<=", 60, MS)),
+    )
+    for one in its
+)  # fmt: skip
 
 # Judging
 
@@ -108,51 +97,44 @@ class Verdict(NamedTuple):
 
 def judge(promise: Promise, record: Record) -> Verdict:
     """A promise against the rows of a record."""
-    if promise.against == MS:
-        found = record.header.get("import_ms")
-        return (
-            _decided(promise, statistics.median(found), f"{min(found):g}-{max(found):g}") if found else _not_measured(promise)
-        )
     rows = _rows(record, promise.loss, promise)
-    ours = _ours(rows)
-    its = [ours, rows.get(promise.against, {})] if promise.against in rows else [ours]
+    ours, other = _ours(rows), rows.get(promise.against, {})
     if promise.against.startswith("our "):
-        its.append(_ours(_rows(record, promise.against.removeprefix("our "), promise)))
-    for row in its:
+        other = _ours(_rows(record, promise.against.removeprefix("our "), promise))
+    for row in (ours, other):
         if row.get("status") in ("FAILED", "error") and row.get("by") != "budget":
             return Verdict(promise, row["status"], f"{row['provider']}: {row['reason']}")
-    values = _values(promise, its)
-    if values is None:
-        return _not_measured(promise)
-    time = f"{report.short(ours['ms'][1])} ms" if "ms" in ours and promise.against not in (ROW, LOGITS) else ""
-    inexact = its[-1].get("inexact", "")
-    return _decided(promise, values[1], report.range_of(values), time, inexact and f"{promise.against}: {inexact}")
+    values = _values(promise, record, ours, other)
+    if not values:
+        return Verdict(promise, "not measured", "")
+    low, median, high = values
+    holds = median >= promise.limit if promise.relation == ">=" else median <= promise.limit
+    text, spread = report.short(median), report.range_of(values)
+    measured = text if low == high or spread == text else f"{text} ({spread})"
+    time = f"{report.short(ours['ms'][1])} ms" if "ms" in ours and promise.against not in UNITS else ""
+    note = f"{promise.against}: {other['inexact']}" if "inexact" in other else ""
+    return Verdict(promise, "holds" if holds else "missed", measured, time, note)
 
 
-def _values(promise: Promise, its: list[Row]) -> list[float] | None:
+def _values(promise: Promise, record: Record, ours: Row, other: Row) -> list[float] | None:
     """Quartiles of what a promise is about; None where it was not measured."""
-    ours, other = its[0], its[-1]
-    if promise.against in (ROW, LOGITS):
+    if promise.against == MS:
+        return quartiles(record.header["import_ms"]) if record.header.get("import_ms") else None
+    if promise.against in UNITS:
         if "extra_bytes" not in ours:
             return None
-        shape = Shape("", tuple(ours["sizes"]), ours["kind"])
-        size = 4 if ours["dtype"] == "float32" else 2
+        shape, extra = Shape("", tuple(ours["sizes"]), ours["kind"]), ours["extra_bytes"]
         # whole bits a row: the loss and its divisor are no rows
-        each = (
-            8 * ours["extra_bytes"] // shape.rows / 8 if promise.against == ROW else ours["extra_bytes"] / shape.logits / size
-        )
-        return [each] * 3
+        return 3 * [8 * extra // shape.rows / 8 if promise.against == ROW else extra / report.logit_bytes(ours)]
     if promise.against == "copy":
         return ours.get("copies")
     if promise.against.startswith("our "):  # measured in another process: both in copies of the logits
         if "copies" not in ours or "copies" not in other:
             return None
-        (low, median, high), theirs = ours["copies"], other["copies"]
-        return [low / theirs[2], median / theirs[1], high / theirs[0]]
-    if len(its) < 2 or "ratio" not in other or other.get("against") != ours.get("provider"):
+        return [mine / theirs for mine, theirs in zip(ours["copies"], reversed(other["copies"]), strict=True)]
+    if "ratio" not in other or other["against"] != ours.get("provider"):
         return None
-    low, median, high = other["ratio"]
-    return [low, median, high] if promise.relation == ">=" else [1 / high, 1 / median, 1 / low]
+    return other["ratio"] if promise.relation == ">=" else [1 / ratio for ratio in reversed(other["ratio"])]
 
 
 def _rows(record: Record, loss: str, promise: Promise) -> dict[str, Row]:
@@ -164,16 +146,6 @@ def _rows(record: Record, loss: str, promise: Promise) -> dict[str, Row]:
 
 def _ours(rows: dict[str, Row]) -> Row:
     return next((row for row in rows.values() if row["by"] == "ours"), rows.get("", {}))
-
-
-def _decided(promise: Promise, value: float, spread: str, ours: str = "", note: str = "") -> Verdict:
-    holds = value >= promise.limit if promise.relation == ">=" else value <= promise.limit
-    text = report.short(value)
-    return Verdict(promise, "holds" if holds else "missed", text if spread == text else f"{text} ({spread})", ours, note)
-
-
-def _not_measured(promise: Promise) -> Verdict:
-    return Verdict(promise, "not measured", "")
 
 
 # Report
@@ -214,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bars: error: {file} is no record of `pylosses bench --json`: {error}", file=sys.stderr)
         return 2
     console = report.console()
-    console.print(f"{record.title}, {record.header['run']}", highlight=False, soft_wrap=True)
+    console.print(f"{record.title}, {record.header['run']}. {record.caution}", highlight=False, soft_wrap=True)
     _show(verdicts, console)
     return int(any(STYLES[verdict.word] == "red" for verdict in verdicts))
 

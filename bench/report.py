@@ -37,7 +37,8 @@ class Record:
     @classmethod
     def start(cls, settings: dict[str, Any], file: Path | None = None) -> Record:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls({"run": now, "commit": commit(), "settings": settings, **info.facts()}, file)
+        load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+        return cls({"run": now, "commit": commit(), "load": load, "settings": settings, **info.facts()}, file)
 
     @property
     def machine(self) -> str:
@@ -50,6 +51,14 @@ class Record:
     @property
     def title(self) -> str:
         return f"pylosses {self.header['versions']['pylosses']} ({self.header['commit']}) on {self.machine}"
+
+    @property
+    def caution(self) -> str:
+        """That others were at work on this machine when the run began; empty where nothing speaks for it."""
+        load, cores = self.header.get("load"), self.header["cpu"]["usable_cores"]
+        if not load or load <= cores / 2:
+            return ""
+        return f"Others were at work on this machine (load {load:g} on {cores} cores): these numbers have a shape, not a size."
 
     def add(self, rows: list[Row]) -> None:
         """Keep the rows of a finished configuration, in memory and on disk: a run that is killed loses nothing before."""
@@ -267,7 +276,7 @@ def plots(record: Record, folder: Path) -> list[Path]:
         return row["ratio"][1], ratio_of(row) + (f" ({other})" if other else "")
 
     def memory(row: Row) -> Point:
-        return row["extra_bytes"] / _logit_bytes(row), in_bytes(row["extra_bytes"])
+        return row["extra_bytes"] / logit_bytes(row), in_bytes(row["extra_bytes"])
 
     central = [row for row in rows if row["kind"] in ("rows", "pixels") and not row["shape"].startswith("classes-")]
     sweep = [(row, row["ms"][1]) for row in rows if row["shape"].startswith("classes-") and "ms" in row]
@@ -366,5 +375,5 @@ def _label(row: Row) -> str:
     return NAMES.get(row["by"], "torch's own, chunked" if "chunked" in row["provider"] else "torch's own")
 
 
-def _logit_bytes(row: Row) -> float:
+def logit_bytes(row: Row) -> int:
     return Shape("", tuple(row["sizes"]), row["kind"]).logits * {"float64": 8, "float32": 4}.get(row["dtype"], 2)

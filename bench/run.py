@@ -112,6 +112,8 @@ def main(arguments: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * budget - ENDING
     console = report.console()
     console.print(f"{record.title}; {len(plan)} configurations within {budget:g} min", highlight=False, soft_wrap=True)
+    if record.caution:
+        console.print(record.caution, style="yellow", highlight=False, soft_wrap=True)
     stopped = False
     try:
         if not (arguments.quick or arguments.loss or arguments.shape):
@@ -225,7 +227,7 @@ def imports(times: int = 3) -> list[float]:
     """Milliseconds of ``import pylosses`` after ``import torch``, each in a fresh process; the first may have to compile it."""
     code = "import time, torch; start = time.perf_counter(); import pylosses; print(time.perf_counter() - start)"
     taken = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(1 + times)]
-    return [round(1e3 * float(one), 1) for one in taken[1:] if one] or [float("nan")]
+    return [round(1e3 * float(one), 1) for one in taken[1:] if one]
 
 
 # Measuring

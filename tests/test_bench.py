@@ -376,9 +376,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path):
 def test_the_table_shows_ranges_and_reasons_instead_of_numbers():
     rows = some_rows()
     rows[2] = {**rows[2], "status": "FAILED", "reason": "largest error of the loss is 1e-02"}
-    rows.append(
-        {**rows[0], "provider": "absent", "by": "peer", "status": "missing", "reason": "not installed: pip install absent"}
-    )
+    rows.append({**rows[0], "provider": "absent", "by": "peer", "status": "missing", "reason": "not installed: pip install it"})
     rows += [{**rows[1], "allocator": "huge pages", "ms": [6.0, 6.0, 6.0], "ratio": [2.96, 3.0, 3.04]}]
     out = io.StringIO()
     report.table(rows, Console(file=out, width=170))
