@@ -10,7 +10,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -35,6 +35,7 @@ class Promise:
     limit: float
     against: str  #: "copy", a provider's name, "our <loss>", or a unit
     allocator: str = "default"
+    goal: bool = False  #: near the limit of the machine: hoped for, not promised
 
     @property
     def text(self) -> str:
@@ -48,39 +49,40 @@ CE, MARGIN, CHUNKED = "F.cross_entropy", "F.multi_margin_loss", "F.linear_cross_
 F32, BF16, HUGE = "float32", "bfloat16", "huge pages"
 OTHERS = ("logit_norm", "focal", "adr", "knl", "tta")
 SEGMENTATION = (("hem", 18, "eager"), ("cross_entropy", 5.5, CE), ("dice", 14, "eager"))
+GOAL = ("default", True)
 LLAMA, CITYSCAPES = SHAPES["llama"], SHAPES["cityscapes"]
 
-PROMISES: tuple[Promise, ...] = tuple(
-    Promise(loss, shape, dtype, *one)
-    for loss, shape, dtype, *its in (
-        ("hem", "llama", F32, (">=", 40, "eager"), (">=", 18, "eager", HUGE), (">=", 25, "torch.compile"), ("<=", 1.3, "copy")),
-        ("hem", "llama", BF16, (">=", 60, "eager")),
-        ("cross_entropy", "llama", F32, (">=", 9, CE), (">=", 7, CE, HUGE), (">=", 6, "torch.compile"), ("<=", 1.2, "copy")),
-        ("cross_entropy", "llama", BF16, (">=", 10, CE)),
-        ("entropy", "llama", F32, (">=", 18, "eager"), ("<=", 1.8, "copy")),
-        ("multi_margin", "llama", F32, (">=", 18, MARGIN)),
-        *((loss, "llama", F32, ("<=", 1.6, "our cross_entropy")) for loss in OTHERS),
-        ("cross_entropy", "cifar", F32, ("<=", 1.6, CE)),
-        ("hem", "cityscapes", F32, (">=", 20, "eager"), ("<=", 1.6, "copy")),
-        ("cross_entropy", "cityscapes", F32, (">=", 6.5, CE), ("<=", 1.6, "copy")),
-        ("dice", "cityscapes", F32, (">=", 16, "eager"), (">=", 6, "torch.compile")),
-        ("dice_ce", "cityscapes", F32, ("<=", 1.25, "our dice"), (">=", 12, "monai")),
-        *((loss, shape, dtype, (">=", limit, against))
-          for shape in ("ade20k", "camvid") for dtype in (F32, BF16) for loss, limit, against in SEGMENTATION),
-        # memory: 16 bytes a row, for margins a bit a logit beside them
-        *((loss, "llama", F32, ("<=", 16 + LLAMA.classes / 8, ROW)) for loss in ("hem", "multi_margin")),
-        *((loss, "llama", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", *OTHERS)),
-        ("hem", "cityscapes", F32, ("<=", 16 + CITYSCAPES.classes / 8, ROW)),
-        *((loss, "cityscapes", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", "dice", "dice_ce")),
-        ("linear_cross_entropy", "linear", F32, ("<=", 0.92, "eager"), ("<=", 0.5, CHUNKED), ("<=", 1 / 4, LOGITS)),
-        # bounded: with more rows or classes, the same bytes are a smaller share
-        *(("linear_cross_entropy", shape, F32, ("<=", 1 / 8, LOGITS)) for shape in ("linear-rows", VOCABULARIES[-1].name)),
-        ("linear_hem", "linear", F32, (">=", 1.5, "eager")),
-        ("linear_hem", "linear-easy", F32, (">=", 3, "eager")),
-        ("import pylosses", "", "", ("<=", 60, MS)),
-    )
-    for one in its
+_TABLE: tuple[Any, ...] = (
+    ("hem", "llama", F32, (">=", 40, "eager"), (">=", 18, "eager", HUGE), (">=", 25, "torch.compile")),
+    ("hem", "llama", F32, ("<=", 2.2, "copy"), ("<=", 1.3, "copy", *GOAL)),
+    ("hem", "llama", BF16, (">=", 60, "eager")),
+    ("cross_entropy", "llama", F32, (">=", 9, CE), (">=", 7, CE, HUGE), (">=", 6, "torch.compile")),
+    ("cross_entropy", "llama", F32, ("<=", 2, "copy"), ("<=", 1.2, "copy", *GOAL)),
+    ("cross_entropy", "llama", BF16, (">=", 10, CE)),
+    ("entropy", "llama", F32, (">=", 18, "eager"), ("<=", 1.8, "copy", *GOAL)),
+    ("multi_margin", "llama", F32, (">=", 18, MARGIN)),
+    *((loss, "llama", F32, ("<=", 1.6, "our cross_entropy")) for loss in OTHERS),
+    ("cross_entropy", "cifar", F32, ("<=", 1.6, CE), ("<=", 1.1, CE, *GOAL)),
+    ("hem", "cityscapes", F32, (">=", 20, "eager"), ("<=", 1.6, "copy", *GOAL)),
+    ("cross_entropy", "cityscapes", F32, (">=", 6.5, CE), ("<=", 2.5, "copy"), ("<=", 1.6, "copy", *GOAL)),
+    ("dice", "cityscapes", F32, (">=", 16, "eager"), (">=", 6, "torch.compile")),
+    ("dice_ce", "cityscapes", F32, ("<=", 1.25, "our dice"), (">=", 12, "monai")),
+    *((loss, shape, dtype, (">=", limit, against))
+      for shape in ("ade20k", "camvid") for dtype in (F32, BF16) for loss, limit, against in SEGMENTATION),
+    # memory: 16 bytes a row, for margins a bit a logit beside them
+    *((loss, "llama", F32, ("<=", 16 + LLAMA.classes / 8, ROW)) for loss in ("hem", "multi_margin")),
+    *((loss, "llama", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", *OTHERS)),
+    ("hem", "cityscapes", F32, ("<=", 16 + CITYSCAPES.classes / 8, ROW)),
+    *((loss, "cityscapes", F32, ("<=", 16, ROW)) for loss in ("cross_entropy", "entropy", "dice", "dice_ce")),
+    ("linear_cross_entropy", "linear", F32, ("<=", 0.92, "eager"), ("<=", 0.82, "eager", *GOAL), ("<=", 0.5, CHUNKED)),
+    ("linear_cross_entropy", "linear", F32, ("<=", 1 / 4, LOGITS)),
+    # bounded: with more rows or classes, the same bytes are a smaller share
+    *(("linear_cross_entropy", shape, F32, ("<=", 1 / 8, LOGITS)) for shape in ("linear-rows", VOCABULARIES[-1].name)),
+    ("linear_hem", "linear", F32, (">=", 1.5, "eager")),
+    ("linear_hem", "linear-easy", F32, (">=", 3, "eager")),
+    ("import pylosses", "", "", ("<=", 60, MS)),
 )  # fmt: skip
+PROMISES = tuple(Promise(*where, *one) for *where, its in ((*row[:3], row[3:]) for row in _TABLE) for one in its)
 
 # Judging
 

@@ -178,18 +178,26 @@ class Measurement:
         elif reason is not None:
             self._drop(provider, "FAILED", reason)
 
-    def _time(self, full: tuple[Tensor, ...]) -> None:
-        """Rounds of everybody who passed; of the reference only where nothing else is ours: it has every guard."""
-        self.say(doing="timing", provider="")
+    def _sides(self) -> tuple[list[Provider], str | None]:
+        """Who is measured, and the name of ours; the reference only as ours: a rival with every guard would flatter us."""
         running = self._running()
         ours = next((p.name for kind in ("ours", "reference") for p in running if p.kind == kind), None)
-        running = [p for p in running if p.kind != "reference" or p.name == ours]
-        steps = {p.name: stopwatch.step_of(p.call, full, self.gradient) for p in running}
+        return [p for p in running if p.kind != "reference" or p.name == ours], ours
+
+    def _time(self, full: tuple[Tensor, ...]) -> None:
+        """Rounds of everybody who passed."""
+        sides, ours = self._sides()
+        steps = {p.name: stopwatch.step_of(p.call, full, self.gradient) for p in sides}
         if self.shape.kind in ("rows", "pixels"):
             warm = full[0].clone()
             steps["copy"] = lambda: warm.copy_(full[0])
             self.found["copy"] = {"provider": "copy", "by": "copy", "status": "ok"}
-        turns = {name: partial(stopwatch.turn, step, self.device) for name, step in steps.items()}
+
+        def turn(name: str) -> float:
+            self.say(doing="timing", provider=name)
+            return stopwatch.turn(steps[name], self.device)
+
+        turns = {name: partial(turn, name) for name in steps}
         taken = stopwatch.rounds(turns, *(self.request[name] for name in ("seconds", "least", "deadline")))
         for name, seconds in taken.items():
             row = self.found[name]
@@ -203,9 +211,7 @@ class Measurement:
         """Peak memory of a step beyond inputs and gradients. The pool is off: what it hands out would not be seen."""
         gradients = [t.numel() * t.element_size() for t in full if t.is_floating_point()] if self.gradient else []
         with pylosses.use_pool(0):
-            for provider in self._running():
-                if provider.kind == "reference" and len(self._running()) > 1:
-                    continue
+            for provider in self._sides()[0]:
                 self.say(doing="memory", provider=provider.name)
                 step = stopwatch.step_of(provider.call, full, self.gradient)
                 self.found[provider.name]["extra_bytes"] = stopwatch.extra_bytes(step, gradients, self.device)

@@ -161,7 +161,8 @@ def _cells(name: str, settings: dict[str, Row]) -> str:
         return f"{shown}[{style}]{escape(words.get(plain['status'], '') + plain['reason'])}[/]"
     cells = []
     for row in (settings.get("default", {}), settings.get("huge pages", {})):
-        cells += [_spread(row["ms"]) if "ms" in row else row.get("status", ""), ratio_of(row)]
+        untimed = "not timed" if row.get("status") == "ok" else row.get("status", "")
+        cells += [_spread(row["ms"]) if "ms" in row else untimed, ratio_of(row)]
     cells += [range_of(plain.get("copies")), in_bytes(plain.get("extra_bytes"))]
     return shown + "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 

@@ -17,16 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from pylosses.spec import LOSSES, LossSpec
 
 from . import report, shapes
-from .measure import serve
 from .providers import variants
 from .shapes import SHAPES, Shape
 
@@ -85,11 +84,6 @@ class Configuration:
             each += 3 * 6 * math.prod(self.shape.sizes) / 2e11
         compiling = 0 if not self.compile else 15 if self.allocator == "default" else 5
         return 2 + (7 if self.timed else 2) * each + compiling
-
-
-def worker() -> NoReturn:
-    """The hidden command that `main` starts its servers with."""
-    serve()
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -235,18 +229,10 @@ def imports(times: int = 3) -> list[float]:
 
 def _measured(plan: list[Configuration], settings: dict[str, Any], deadline: float, console: Console) -> Iterator[Rows]:
     """Rows of each configuration as it finishes, with a progress bar. What does not fit into the budget is named."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
     servers = {name: Server(environment) for name, environment in ALLOCATORS.items()}
     left_out = []
     try:
-        with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
+        with Progress(console=console, transient=True, speed_estimate_period=600) as progress:
             task = progress.add_task("", total=sum(one.cost for one in plan))
             for i, one in enumerate(plan):
                 where = f"{i + 1}/{len(plan)} {one.title}"
@@ -315,7 +301,7 @@ class Server:
                 process.stdin.flush()
             while True:
                 line = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
-                said = {"ended": process.wait()} if line is None else json.loads(line)
+                said: dict[str, Any] = {"ended": process.wait()} if line is None else json.loads(line)
                 if "doing" in said:
                     busy = said["provider"]
                     show(f"{said['doing']} {busy}")
@@ -344,17 +330,14 @@ class Server:
     def _start(self) -> subprocess.Popen[str]:
         environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | self.environment
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes that wait for more to compile disturb
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self.COMMAND,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=self.errors,
-            text=True,
-            bufsize=1,
-            env=environment,
-            start_new_session=True,
-        )
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self.errors,
+            "text": True,
+            "bufsize": 1,
+        }
+        self.process = subprocess.Popen(self.COMMAND, env=environment, start_new_session=True, **pipes)
         self.lines = queue.Queue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
         return self.process

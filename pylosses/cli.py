@@ -192,8 +192,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    run = bench_module("run")
-    return run.worker() if arguments.worker else run.main(arguments)
+    return bench_module("measure").serve() if arguments.worker else bench_module("run").main(arguments)
 
 
 def bench_module(name: str) -> ModuleType:

@@ -272,7 +272,7 @@ sys.argv = ["pylosses", "bench", "--worker"]
 from pylosses.cli import bench_module
 eager = bench_module("eager")
 eager.EAGER["focal"] = lambda x, y: os.kill(os.getpid(), 9)
-bench_module("run").worker()
+bench_module("measure").serve()
 """
 
 
