@@ -40,9 +40,8 @@ class Promise:
     @property
     def text(self) -> str:
         what = " " if self.against in UNITS else {">=": "x faster than ", "<=": "x the time of "}[self.relation]
-        return f"{self.relation} {self.limit:g}{what}{self.against}" + (
-            "" if self.allocator == "default" else f" ({self.allocator})"
-        )
+        setting = " (goal)" if self.goal else "" if self.allocator == "default" else f" ({self.allocator})"
+        return f"{self.relation} {self.limit:g}{what}{self.against}{setting}"
 
 
 CE, MARGIN, CHUNKED = "F.cross_entropy", "F.multi_margin_loss", "F.linear_cross_entropy (chunked)"
@@ -109,10 +108,10 @@ def judge(promise: Promise, record: Record) -> Verdict:
     values = _values(promise, record, ours, other)
     if not values:
         return Verdict(promise, "not measured", "")
-    low, median, high = values
+    median = values[1]
     holds = median >= promise.limit if promise.relation == ">=" else median <= promise.limit
-    text, spread = report.short(median), report.range_of(values)
-    measured = text if low == high or spread == text else f"{text} ({spread})"
+    spread = report.range_of(values)
+    measured = f"{report.short(median)} ({spread})" if "-" in spread else report.short(median)
     time = f"{report.short(ours['ms'][1])} ms" if "ms" in ours and promise.against not in UNITS else ""
     note = f"{promise.against}: {other['inexact']}" if "inexact" in other else ""
     return Verdict(promise, "holds" if holds else "missed", measured, time, note)

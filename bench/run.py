@@ -37,7 +37,7 @@ Show = Callable[[str], None]  #: sees what a process does, as it does it
 
 #: Minutes of a run, and for each configuration seconds of timing and the least number of rounds.
 EFFORT = {"quick": {"budget": 3.0, "seconds": 0.6, "least": 3}, "full": {"budget": 20.0, "seconds": 3.0, "least": 3}}
-ENDING = 5.0  #: seconds of a budget for the table and the pictures,
+ENDING = 8.0  #: seconds of a budget for the imports before it, the table and the pictures,
 GRACE = 3.0  #: and before them for a last round to end, or to be ended
 
 
