@@ -46,6 +46,7 @@ def serve() -> NoReturn:
         if request["device"] == "cpu" and hasattr(os, "fork"):
             child = os.fork()
             if child == 0:
+                stopwatch.limit_memory()
                 say(rows=answer(request, say))
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -114,16 +115,12 @@ class Measurement:
         self.found[provider.name].update(status=status, reason=reason)
 
     def _leave_out(self) -> None:
-        """Drop providers that cannot run here or took a process down, and those that need more memory than there is."""
-        memory = stopwatch.available_memory(self.device)
+        """Drop providers that cannot run here, or took a process down."""
         for provider in self.candidates:
-            need = provider.need(self.shape)
             if provider.name in self.request["exclude"]:
                 self._drop(provider, "error", self.request["exclude"][provider.name])
             elif provider.reason is not None:
                 self._drop(provider, "missing", provider.reason)
-            elif memory is not None and need > memory:
-                self._drop(provider, "memory", f"needs about {need / 2**30:.1f} GiB, {memory / 2**30:.1f} GiB are available")
 
     def _gate_on_few_rows(self) -> None:
         """Against float64, by the largest error. What torch.compile makes of the formula is compared at the full shape."""

@@ -39,7 +39,6 @@ class Peer:
     device: str = "any"  #: or "cuda"
     single: bool = False  #: computes in float32 whatever comes in
     timed: bool = True  #: False: the same code as another row, with other arguments
-    memory: Callable[[tuple[int, ...]], int] | None = None  #: bytes it needs for these sizes, if out of the ordinary
     note: str = ""
 
     @property
@@ -142,7 +141,7 @@ PEERS: tuple[Peer, ...] = (
          {"max_entropy": 0.4 * math.log(1000)}, timed=False, note=f"{PAPER}; NaN where nothing is kept, ours is 0"),
     Peer("pytorch-metric-learning", "pytorch_metric_learning.losses", "info_nce", "NTXentLoss(0.07)",
          "(f(a, i := torch.arange(len(a)), ref_emb=b, ref_labels=i.clone()) + f(b, i, ref_emb=a, ref_labels=i.clone())) / 2",
-         kinds=("contrastive",), memory=lambda sizes: 30 * sizes[0] ** 3),  # every positive against every negative of the batch
+         kinds=("contrastive",)),
     _liger("cross_entropy", "liger_cross_entropy", kinds=ROWS, note="overwrites its input"),
     _liger("linear_cross_entropy", "liger_fused_linear_cross_entropy", "f(h, w, y)", kinds=LINEAR),
     Peer("quack-kernels", "quack", "cross_entropy", "cross_entropy", 'f(x, y, reduction="mean")', kinds=ROWS, device="cuda"),

@@ -18,10 +18,6 @@ from .eager import EAGER
 from .peers import PEERS, Peer
 from .shapes import Shape
 
-#: Peak memory of a step in units of the logits in float32 beyond the logits themselves, generously: a configuration that
-#: might not fit is reported instead of being killed half-way.
-MEMORY_FACTOR = {"ours": 3.0, "reference": 12.0, "eager": 9.0, "compile": 6.0, "torch": 5.0, "peer": 12.0}
-
 
 @dataclass
 class Provider:
@@ -31,11 +27,6 @@ class Provider:
     kind: str  #: "ours", "reference", "eager", "compile", "torch" or "peer"
     call: Callable[..., Any]  #: positional tensors -> loss
     reason: str | None = None  #: why it cannot run here
-    memory: int | None = None  #: bytes it needs, where that is out of the ordinary
-
-    def need(self, shape: Shape) -> int:
-        """Bytes that a step may need, with the logits and a gradient to compare with."""
-        return self.memory or int(shape.logits * 4 * (2 + MEMORY_FACTOR[self.kind]))
 
 
 def variants(spec: LossSpec, peers: bool) -> list[dict[str, Any]]:
@@ -102,7 +93,7 @@ def _peer(peer: Peer, shape: Shape, dtype: torch.dtype) -> Provider:
     call, reason = None, peer.why_not(shape.kind, len(shape.sizes), dtype)
     if reason is None:
         call, reason = peer.load()
-    return Provider(name, kind, call or _absent, reason, peer.memory and peer.memory(shape.sizes))
+    return Provider(name, kind, call or _absent, reason)
 
 
 def _absent(*inputs: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def _cells(name: str, settings: dict[str, Row]) -> str:
     shown = f"  {name:<{NAME_WIDTH - 2}.{NAME_WIDTH - 3}}"
     shown = f"[cyan]{shown}[/]" if plain["by"] in ("ours", "reference") else shown
     if plain["status"] != "ok":
-        words = {"memory": "too large: ", "error": "error: ", "FAILED": "FAILED: "}
+        words = {"error": "error: ", "FAILED": "FAILED: "}
         style = "bold red" if plain["status"] in ("error", "FAILED") and plain["by"] != "budget" else "dim"
         return f"{shown}[{style}]{escape(words.get(plain['status'], '') + plain['reason'])}[/]"
     cells = []

@@ -80,22 +80,20 @@ def ratios(theirs: list[float], ours: list[float]) -> list[float]:
     return quartiles([a / b for a, b in zip(theirs, ours, strict=True)])
 
 
-def available_memory(device: str) -> int | None:
-    """Bytes that can be had without swapping, or None where the system does not tell."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    found = []
+def limit_memory() -> None:
+    """From here on what is more than there is raises in this process, which else is killed, or others with it."""
     try:
+        import resource
+
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        if limit.exists() and limit.read_text().strip() != "max":  # a container may have less
+            free.append(int(limit.read_text()) - int(used.read_text()))
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + min(free), resource.RLIM_INFINITY))
+    except (ImportError, OSError, ValueError):  # the system does not tell, or has a limit already
         pass
-    try:  # a container may have less
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        found += [int(limit) - int(used)] if limit != "max" else []
-    except (OSError, ValueError):
-        pass
-    return min(found) if found else None
 
 
 def extra_bytes(step: Step, gradients: list[int], device: str) -> int:
