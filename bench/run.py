@@ -109,6 +109,8 @@ def main(arguments: argparse.Namespace) -> int:
     if record.caution:
         console.print(record.caution, style="yellow", highlight=False, soft_wrap=True)
     stopped = False
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nobody is left measuring
     try:
         if not (arguments.quick or arguments.loss or arguments.shape):
             record.header["import_ms"] = imports()
