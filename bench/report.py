@@ -206,7 +206,7 @@ def in_bytes(value: float | None) -> str:
 HEADLINE = ("loss", "shape", "ours", "copies", "eager", "compiled", "torch's own", "extra memory", "of eager")
 
 
-def headline(record: Record, shown: tuple[tuple[str, str], ...] = ()) -> str:
+def headline(record: Record, shown: tuple[tuple[str, str], ...] = (), columns: tuple[str, ...] = HEADLINE) -> str:
     """Losses in float32 that have an eager formula, all or the (loss, shape) pairs of `shown`; with huge pages in brackets."""
     found: dict[tuple[str, str], str] = {}
     for first, providers in groups(record.rows):
@@ -221,9 +221,10 @@ def headline(record: Record, shown: tuple[tuple[str, str], ...] = ()) -> str:
         cells = [f"`{LOSSES[first['loss']].function}`", shape_of(first), f"{short(ours['ms'][1])} ms"]
         cells += [range_of(ours.get("copies")), *(both_ratios(kinds.get(kind, {})) for kind in ("eager", "compile", "torch"))]
         cells += [in_bytes(kinds[kind]["default"].get("extra_bytes")) for kind in ("ours", "eager")]
-        found[first["loss"], first["shape"]] = f"| {' | '.join(cells)} |"
+        named = dict(zip(HEADLINE, cells, strict=True))
+        found[first["loss"], first["shape"]] = f"| {' | '.join(named[column] for column in columns)} |"
     lines = [found[pair] for pair in shown or found if pair in found]
-    return "\n".join([f"| {' | '.join(HEADLINE)} |", "|---" * len(HEADLINE) + "|", *lines])
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines])
 
 
 def peers(record: Record) -> str:

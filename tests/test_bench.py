@@ -478,7 +478,7 @@ def test_the_committed_record_is_small_right_and_on_the_page():
     assert not [row for row in record.rows if row["status"] == "FAILED" and row["by"] in ("ours", "reference")]
     page = PAGE.read_text()
     for part in (record.title, report.headline(record), report.peers(record), bars.markdown(bars.judged(record))):
-        assert part in page, "python tools/bench_page.py"
+        assert part in page, "python tools/readme.py"
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda p: f"{p.library}-{p.loss}-{p.theirs}")
@@ -495,6 +495,6 @@ def test_every_stated_equality_is_on_its_page():
         pytest.skip("not in a source tree")
     text = LIBRARIES.read_text()
     for peer in peers.PEERS:
-        assert parity.row_of(peer, "").removesuffix(" |") in text, "python tools/bench_page.py"
+        assert parity.row_of(peer, "").removesuffix(" |") in text, "python tools/readme.py"
     for library, theirs, loss, why in peers.DIFFERENT:
         assert f"| {loss} | {library} | `{theirs}` | {why} |" in text
