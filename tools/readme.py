@@ -44,6 +44,12 @@ def _title() -> str:
     return f"{RECORD.title}, {RECORD.header['run'][:10]}. {RECORD.caution}".rstrip()
 
 
+def pictures() -> str:
+    """Those that the record allowed, one below the other."""
+    files = [name for name in report.TITLES if (ROOT / "bench" / "results" / f"{name}.png").exists()]
+    return "\n".join(f"![{report.TITLES[name].partition(chr(10))[0]}](../bench/results/{name}.png)" for name in files)
+
+
 RECORD = report.Record.load(ROOT / "bench" / "results" / "cpu.json")
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"benchmark": benchmark},
@@ -51,6 +57,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {
         "record": _title,
         "speedups": lambda: report.headline(RECORD),
+        "pictures": pictures,
         "libraries": lambda: report.peers(RECORD),
         "promises": lambda: bars.markdown(bars.judged(RECORD)),
     },
