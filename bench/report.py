@@ -162,14 +162,14 @@ def _cells(name: str, settings: dict[str, Row]) -> str:
     cells = []
     for row in (settings.get("default", {}), settings.get("huge pages", {})):
         untimed = "not timed" if row.get("status") == "ok" else row.get("status", "")
-        cells += [_spread(row["ms"]) if "ms" in row else untimed, ratio_of(row)]
+        cells += [_spread(row) if "ms" in row else untimed, ratio_of(row)]
     cells += [range_of(plain.get("copies")), in_bytes(plain.get("extra_bytes"))]
     return shown + "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
-def _spread(quartiles: list[float]) -> str:
-    low, median, high = map(short, quartiles)
-    return f"{median} ({low}-{high})"
+def _spread(row: Row) -> str:
+    low, median, high = map(short, row["ms"])
+    return f"{median} ({low}-{high})" if row["rounds"] > 1 else f"{median} (one round)"
 
 
 def ratio_of(row: Row) -> str:

@@ -374,11 +374,11 @@ def test_the_table_shows_ranges_and_reasons_instead_of_numbers():
     rows = some_rows()
     rows[2] = {**rows[2], "status": "FAILED", "reason": "largest error of the loss is 1e-02"}
     rows.append({**rows[0], "provider": "absent", "by": "peer", "status": "missing", "reason": "not installed: pip install it"})
-    rows += [{**rows[1], "allocator": "huge pages", "ms": [6.0, 6.0, 6.0], "ratio": [2.96, 3.0, 3.04]}]
+    rows += [{**rows[1], "allocator": "huge pages", "ms": [6.0, 6.0, 6.0], "rounds": 1, "ratio": [3.0] * 3}]
     out = io.StringIO()
     report.table(rows, Console(file=out, width=170))
     lines = {line.split("  ")[1]: line for line in out.getvalue().splitlines() if line.startswith("  ")}
-    assert lines["eager"].split() == "eager 30 (27-33) 10-20x 6 (6-6) 3x 15-17 29 MiB".split()
+    assert lines["eager"].split() == "eager 30 (27-33) 10-20x 6 (one round) 3x 15-17 29 MiB".split()
     assert "FAILED: largest error of the loss is 1e-02" in lines["F.hem"]
     assert "not installed: pip install it" in lines["absent"]
     line = report.headline(a_record(*rows)).splitlines()[-1]
