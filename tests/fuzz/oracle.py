@@ -247,8 +247,8 @@ def loss(
         ours = {k: own.pop(k) for k in ("smooth", "over", "absent") if k in own}
         factors = own.pop("dice_weight", 1.0), own.pop("ce_weight", 1.0)
         region = _dice(r if name == "dice" else r._replace(weight=None), s, images, shape[0], reduction, **ours)
-        if name == "dice":
-            return region
+        if name == "dice" or factors[1] == 0:  # 0 times an infinite cross-entropy is nothing
+            return factors[0] * region
         return factors[0] * region + factors[1] * _reduced(cross_entropy(r, **own), s, reduction, None)
     terms = ROWS[name](r, **own)
     if reduction == "none":
