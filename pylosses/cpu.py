@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from . import pool
 from .check import ACCUMULATE, bad_label, label_shape
 from .plain import is_plain
 from .pool import DEVICE
+from .sizes import Facts, Sizes
 
 if TYPE_CHECKING:
     from .autograd import Call
@@ -35,7 +37,7 @@ pool.attach(_cpu)
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _INDEX = {torch.uint8: 0, torch.int16: 1, torch.int32: 2, torch.int64: 3}
 _REDUCTION = {"none": 0, "sum": 1, "mean": 2, "above_zero": 3}
-_LOSSES: dict[str, tuple[int, int, int, str]] = {} if _cpu is None else _cpu.losses()  # see csrc/losses/list.h
+_LOSSES: dict[str, Facts] = {} if _cpu is None else {name: Facts(*facts) for name, facts in _cpu.losses().items()}
 
 
 def isa() -> str:
@@ -60,7 +62,7 @@ def _description(call: Call, x: Tensor) -> tuple[Any, ...]:
         normalizer = float(call.normalizer)
         normalizer = math.inf if normalizer == -math.inf else normalizer  # a tensor may hold anything
     return (
-        _LOSSES[call.kernel][0],
+        _LOSSES[call.kernel].number,
         _DTYPE[x.dtype],
         x.data_ptr(),
         x.shape,
@@ -94,8 +96,9 @@ def forward_ahead(call: Call, x: Tensor, out: Tensor | None = None) -> tuple[Ten
 
     Writing it while the logits are in the cache saves backward from reading them again.
     """
-    saved = pool.new_bytes(saved_bytes(call, x))
-    if not is_known_early(call):
+    told = sizes(call, x.dtype)
+    saved = pool.new_bytes(_whole_lines(told.saved_bytes(x)))
+    if not is_known_early(call, told):
         return _forward(call, x, saved.data_ptr(), 0, ()), saved, None
     gradient = pool.new_gradient(x) if out is None else out
     return _forward(call, x, saved.data_ptr(), gradient.data_ptr(), gradient.stride()), saved, gradient
@@ -134,50 +137,35 @@ def scores(x: Tensor, temperature: float, gamma: float, most: int) -> tuple[Tens
     return tuple(found)
 
 
-def is_known_early(call: Call) -> bool:
+@lru_cache(maxsize=1024)
+def _sizes(kernel: str, dtype: int, scalars: tuple[float, ...], soft: bool, shift: bool) -> Sizes:
+    return Sizes(*_cpu.sizes(_LOSSES[kernel].number, dtype, scalars, soft, shift))
+
+
+def facts(kernel: str) -> Facts:
+    """What is known of a formula."""
+    return _LOSSES[kernel]
+
+
+def sizes(call: Call, dtype: torch.dtype) -> Sizes:
+    """What the kernels save and give."""
+    return _sizes(call.kernel, _DTYPE[dtype], call.scalars, call.soft is not None, call.shift is not None)
+
+
+def is_known_early(call: Call, told: Sizes) -> bool:
     """May forward write the gradient for an upstream gradient of 1?"""
-    forbidden_by = _LOSSES[call.kernel][2]  # -1: nothing, -2: anything, else the number of a scalar
-    return call.reduction in ("mean", "sum") and (forbidden_by == -1 or (forbidden_by >= 0 and not call.scalars[forbidden_by]))
-
-
-def _is_region(call: Call) -> bool:
-    return _LOSSES[call.kernel][3] == "region"
-
-
-def _by_image(call: Call) -> bool:
-    """Of a region loss: is each image an area of its own? Its scalars end with those of dice.py."""
-    return call.scalars[-2] != 0
+    return told.ahead and call.reduction in ("mean", "sum")
 
 
 def loss_shape(call: Call, x: Tensor) -> torch.Size:
-    """The shape of the loss: that of the labels with reduction "none", or one number a class for a region loss."""
-    if call.reduction != "none":
-        return torch.Size()
-    if not _is_region(call):
-        return label_shape(x.shape)
-    classes = x.shape[1:2] if x.dim() > 1 else x.shape
-    return torch.Size((x.shape[0] if x.dim() > 1 else 1, *classes)) if _by_image(call) else classes
+    """The shape of the loss."""
+    return torch.Size() if call.reduction != "none" else sizes(call, x.dtype).loss_shape(x)
 
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
     """Memory for what backward needs, from torch: it may be traced."""
-    return torch.empty(saved_bytes(call, x), dtype=torch.uint8, device=DEVICE)
+    return torch.empty(_whole_lines(sizes(call, x.dtype).saved_bytes(x)), dtype=torch.uint8, device=DEVICE)
 
 
-def saved_bytes(call: Call, x: Tensor) -> int:
-    """What backward needs: two divisors, K statistics of every row, bits (margin) or class sums (region)."""
-    classes = x.shape[1 if x.dim() > 1 else 0]
-    rows = x.numel() // classes
-    numbers = _LOSSES[call.kernel][1] + (call.kernel == "cross_entropy" and call.soft is not None)  # the mass of soft targets
-    size = (2 + rows * numbers) * ACCUMULATE[x.dtype].itemsize
-    if call.kernel == "hem":
-        # Whole pairs of bytes for each row, or W bits a class for each vector of W = 2 to 16 rows, in whole bytes.
-        size += max((classes + 15) // 16 * 2 * rows, (rows + 15) // 16 * 2 * classes + rows // 2)
-    if _is_region(call):
-        areas = 1
-        if _by_image(call) and x.dim() > 1:  # images of fewer than 64 rows save nothing, see csrc/cpu/region.h
-            areas = x.shape[0] if rows >= 64 * x.shape[0] else 1
-        size += 8 + 16 * areas * classes
-        if call.kernel == "dice_ce" and (call.scalars[1:3] != (1.0, 0.0) or call.shift is not None):
-            size += 2 * rows * ACCUMULATE[x.dtype].itemsize  # cross-entropy has a softmax of its own
-    return (size + 127) // 64 * 64  # whole cache lines: a stack of them stays aligned
+def _whole_lines(size: int) -> int:
+    return (size + 127) // 64 * 64  # of the cache: a stack of them stays aligned

@@ -6,14 +6,15 @@ sources for the host (tests/cuda_on_cpu), take the place of `pylosses._cuda`; th
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .check import ACCUMULATE, label_shape
+from .check import ACCUMULATE
+from .sizes import Facts, Sizes
 
 if TYPE_CHECKING:
     from .autograd import Call
@@ -39,6 +40,7 @@ def emulate(module: Any) -> Any:
     global _cuda
     before, _cuda = _cuda, module
     _losses.cache_clear()
+    _sizes.cache_clear()
     _no_device.cache_clear()
     return before
 
@@ -69,9 +71,8 @@ def why_not(device: torch.device) -> str | None:
 
 
 @cache
-def _losses() -> dict[str, tuple[int, int, str]]:
-    """name -> (number, saved numbers of a row, family), see csrc/losses/list.h."""
-    return {} if _cuda is None else _cuda.losses()
+def _losses() -> dict[str, Facts]:
+    return {} if _cuda is None else {name: Facts(*facts) for name, facts in _cuda.losses().items()}
 
 
 def kernels() -> tuple[str, ...]:
@@ -83,37 +84,25 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _is_region(call: Call) -> bool:
-    return _losses()[call.kernel][2] == "region"
+@lru_cache(maxsize=1024)
+def _sizes(kernel: str, dtype: int, scalars: tuple[float, ...], soft: bool, shift: bool) -> Sizes:
+    return Sizes(*_cuda.sizes(_losses()[kernel].number, dtype, scalars, soft, shift))
 
 
-def _areas(call: Call, shape: torch.Size) -> int:
-    """Of a region loss: images that have sums of their own. Its scalars end with those of dice.py."""
-    return shape[0] if call.scalars[-2] != 0 and len(shape) > 1 else 1
+def sizes(call: Call, dtype: torch.dtype) -> Sizes:
+    """What the kernels save and give."""
+    return _sizes(call.kernel, _DTYPE[dtype], call.scalars, call.soft is not None, call.shift is not None)
 
 
-def loss_shape(call: Call, x: Tensor) -> tuple[int, ...]:
-    """The shape of the loss: that of the labels with reduction "none", or one number a class for a region loss."""
-    if call.reduction != "none":
-        return ()
-    if not _is_region(call):
-        return label_shape(x.shape)
-    classes = x.shape[1] if x.dim() > 1 else x.shape[0]
-    return (_areas(call, x.shape), classes) if call.scalars[-2] != 0 else (classes,)
+def loss_shape(call: Call, x: Tensor) -> torch.Size:
+    """The shape of the loss."""
+    return torch.Size() if call.reduction != "none" else sizes(call, x.dtype).loss_shape(x)
 
 
 def new_saved(call: Call, x: Tensor) -> Tensor:
-    """Room for what backward needs: two divisors, K statistics of every row, and the region family's class sums in float64."""
+    """Room for what backward needs, in whole doubles, which stay aligned in a stack."""
     dtype = ACCUMULATE[x.dtype]
-    rows = 1
-    for size in label_shape(x.shape):
-        rows = rows * size
-    numbers = 2 + rows * (_losses()[call.kernel][1] + (call.soft is not None))
-    if _is_region(call):
-        classes = x.shape[1] if x.dim() > 1 else x.shape[0]
-        doubles = 1 + 2 * _areas(call, x.shape) * classes
-        numbers = (numbers + 1) // 2 * 2 + doubles * (8 // dtype.itemsize)  # whole pairs: float64 is aligned, also in a stack
-    return x.new_empty(numbers, dtype=dtype)
+    return x.new_empty((sizes(call, x.dtype).saved_bytes(x) + 7) // 8 * (8 // dtype.itemsize), dtype=dtype)
 
 
 class _Prepared:
@@ -127,10 +116,10 @@ class _Prepared:
         elif call.normalizer is not None:
             number = max(float(call.normalizer), 0.0)
         # Smoothing needs the sum of the class weights.
-        total = weight.sum() if weight is not None and call.kernel in _WITH_SMOOTHING and call.scalars[0] > 0 else None
+        total = weight.sum() if weight is not None and sizes(call, x.dtype).weight_sum else None
         self.x, self.alive = x, (call, given, total)
         self.problem = _cuda.Problem(
-            _losses()[call.kernel][0],
+            _losses()[call.kernel].number,
             _DTYPE[x.dtype],
             x.data_ptr(),
             x.shape,
@@ -159,9 +148,6 @@ class _Prepared:
         if x.is_cuda:
             device, stream = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
         (_cuda.backward if backward else _cuda.forward)(self.problem, *pointers, workspace.data_ptr(), device, stream)
-
-
-_WITH_SMOOTHING = ("cross_entropy", "cross_entropy_adr", "dice_ce")
 
 
 def forward(call: Call, x: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:

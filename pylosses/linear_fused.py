@@ -337,16 +337,18 @@ def _run(
         rows = _rows(call, h, len(w))
         call, rows = _with_one_divisor(call, rows, factors, workspace)
         gradients = Gradients(factors, wanted, dtype)
-        at_once = cpu.is_known_early(call)  # the kernel writes loss and gradient of a block in one go
+        told = cpu.sizes(call, dtype)
+        at_once = cpu.is_known_early(call, told)  # the kernel writes loss and gradient of a block in one go
         if not at_once:
             reduced, call = call, call._replace(reduction="none", normalizer=None)
         # Kernels of many classes may write the gradient over the logits.
         in_place = not any(wanted) or len(w) >= _MANY_CLASSES
         size = _block_rows(
-            rows.living(), len(w), h.shape[-1], dtype.itemsize, 1 if in_place else 2, call.kernel == "hem", workspace
+            rows.living(), len(w), h.shape[-1], dtype.itemsize, 1 if in_place else 2, told.a_logit > 0, workspace
         )
         memory = h.new_empty(1 if in_place else 2, min(size, rows.living()), len(w), dtype=dtype)
         losses, total = h.new_zeros(len(rows.h), dtype=dtype), 0.0
+        sparse = cpu.facts(call.kernel).family == "margin"  # rows may have no gradient
         first, waiting = 0, _Waiting(memory[-1])
         while first < rows.living():
             last = min(first + size - waiting.count, rows.living())
@@ -372,7 +374,7 @@ def _run(
                     cpu.backward(block, x, saved, up, out=g)
                     if classes is not None:
                         gradients.take_given(g, classes[take], take)
-                    waiting.add(*(_with_loss(g, features, losses, take) if call.kernel == "hem" else (g, features, take)))
+                    waiting.add(*(_with_loss(g, features, losses, take) if sparse else (g, features, take)))
             if 2 * waiting.count > size or (first == rows.living() and waiting.count > 0):
                 gradients.add(*waiting.taken(), w)
     if at_once:
@@ -384,19 +386,20 @@ def _run(
 
 def _with_one_divisor(call: Call, rows: Rows, factors: Factors, workspace: int) -> tuple[Call, Rows]:
     """The call with what its mean divides by, where the labels tell, as its normalizer: the same for every block."""
-    two = call.kernel == "cross_entropy" and call.scalars[3] > 0 and call.weight is not None and rows.y is not None
+    two = cpu.sizes(call, _dtype(*factors[:2])).second_divisor and call.weight is not None and rows.y is not None
     if call.normalizer is not None or call.reduction not in ("mean", "above_zero"):
         return call, rows
     if call.reduction == "above_zero":
         if not two:
             return call, rows
-        # The z-term has a divisor of its own, and both wait for the rows: one pass to see which count, and the rest is ignored.
+        # A part has a divisor of its own, and both wait for the rows: one pass to see which count, and the rest is ignored.
         losses, _ = _run(call._replace(reduction="none"), factors, _NOTHING, workspace)
         call, rows = call._replace(reduction="mean"), rows._replace(live=(~(losses.reshape(-1) <= 0)).nonzero()[:, 0])
     mass, count = rows.masses(call.weight, rows.live)
-    if two:  # one divisor goes into the class weights, which the z-term does not see
+    if two:  # one divisor goes into the class weights, which that part does not see
         if count == 0:  # the z-term counts nothing
-            call = call._replace(scalars=(*call.scalars[:3], 0.0, *call.scalars[4:]))
+            numbers = dict(zip(cpu.facts(call.kernel).own, call.scalars, strict=True))
+            call = call._replace(scalars=tuple((numbers | {"z_loss": 0.0}).values()))
         else:
             assert call.weight is not None
             call, mass = call._replace(weight=call.weight * (count / mass if mass != 0 else 0.0)), count

@@ -193,7 +193,8 @@ def test_inferred_formulas_say_so():
 
 def listed_kernels() -> set[str]:
     """Names in csrc/losses/list.h."""
-    return set(re.findall(r"\bX\((\w+),", (ROOT / "csrc" / "losses" / "list.h").read_text())) - {"name"}
+    losses = (ROOT / "csrc" / "losses" / "list.h").read_text().partition("#define PYL_FAMILIES")[0]
+    return set(re.findall(r"\bX\((\w+)\)", losses)) - {"name"}
 
 
 def wanted_kernels(backend: str) -> set[str]:
@@ -203,8 +204,10 @@ def wanted_kernels(backend: str) -> set[str]:
 
 def test_cpp_list_agrees_with_the_table():
     assert listed_kernels() == wanted_kernels("cpu")
-    for name in listed_kernels():
-        assert (ROOT / "csrc" / "losses" / f"{name}.h").is_file(), f"no csrc/losses/{name}.h"
+    formulas = ROOT / "csrc" / "losses"
+    composed = set(re.findall(r"typedef plus<\w+, \w+> (\w+);", (formulas / "all.h").read_text()))
+    for name in listed_kernels() - composed:
+        assert (formulas / f"{name}.h").is_file(), f"no csrc/losses/{name}.h"
 
 
 def test_built_kernels_agree_with_the_list():
@@ -212,8 +215,33 @@ def test_built_kernels_agree_with_the_list():
     if not status.available:
         pytest.skip(f"cpu: {status.reason}")
     assert set(cpu.kernels()) == listed_kernels(), "the built module is older than csrc/losses/list.h"
-    call = Call("cpu", "", *(None,) * 6, (0.0,) * 9, -100, "mean", None)
-    assert all(cpu.new_saved(call._replace(kernel=name), torch.ones(4, 3)).numel() >= 8 for name in cpu.kernels())
+    call = Call("cpu", "", *(None,) * 6, (), -100, "mean", None)
+    for name in cpu.kernels():
+        own = cpu.facts(name).own
+        assert len(set(own)) == len(own)
+        assert cpu.new_saved(call._replace(kernel=name, scalars=(1.0,) * len(own)), torch.ones(4, 3)).numel() >= 8
+        with pytest.raises(ValueError, match=f"{name} has {len(own)} own numbers, got {len(own) + 1}"):
+            cpu.new_saved(call._replace(kernel=name, scalars=(1.0,) * (len(own) + 1)), torch.ones(4, 3))
+
+
+@pytest.mark.skipif(cpu.absent is not None, reason=f"cpu: {cpu.absent}")
+@pytest.mark.parametrize("spec", [s for s in LOSSES.values() if s.kernel and s.inputs != "own"], ids=lambda s: s.name)
+def test_formulas_and_the_table_agree(spec):
+    """Of a loss's family and of what it takes."""
+    facts = cpu.facts(spec.kernel)
+    assert facts.family == spec.family and facts.labels == (spec.inputs == "labelled")
+
+
+def test_no_driver_names_a_loss():
+    """Drivers and launchers know facts and views of a loss; its numbers have names, which its formula alone knows."""
+    losses = "|".join(listed_kernels())
+    for path in [p for folder in ("cpu", "cuda") for p in (ROOT / "csrc" / folder).iterdir()]:
+        code = re.sub(r"//.*", "", path.read_text())
+        named = rf'\bid_\w+|(?<![.\w])own\[|\bnumbers\[\d|(?<!::)\b(?:{losses})::|"(?:{losses})"'
+        assert not re.findall(named, code), path.name
+    for path in (ROOT / "pylosses").glob("*.py"):
+        named = r'\bscalars\[|\b(?:kernel|spec\.name) (?:==|!=|in|not in) [("]'
+        assert not re.findall(named, path.read_text()), path.name
 
 
 def test_triton_files_agree_with_the_table():

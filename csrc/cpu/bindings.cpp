@@ -16,7 +16,7 @@
 
 #include "cpu/pool.h"
 #include "cpu/problem.h"
-#include "losses/list.h"
+#include "losses/facts_python.h"
 
 namespace py = pybind11;
 
@@ -67,10 +67,10 @@ Choice choose() {
 }
 Choice chosen;
 
-using Sizes = std::vector<int64_t>;
+using Lengths = std::vector<int64_t>;
 
 // The rows of an (N, C, *) tensor; neighbouring dimensions that can be walked as one are merged.
-Layout layout(const Sizes& shape, const Sizes& stride) {
+Layout layout(const Lengths& shape, const Lengths& stride) {
   Layout l;
   if (shape.size() == 1) {
     l.class_stride = stride[0];
@@ -91,15 +91,16 @@ Layout layout(const Sizes& shape, const Sizes& stride) {
 }
 
 // What forward and backward are both told, in the order of `_description` in pylosses/cpu.py.
-#define PYL_SHARED                                                                                                          \
-  int loss, int dtype, uintptr_t x, const Sizes &shape, const Sizes &stride, uintptr_t y, int y_type, int64_t ignore_index, \
-      uintptr_t soft, int soft_dtype, const Sizes &soft_stride, uintptr_t weight, uintptr_t shift, uintptr_t factor,        \
-      uintptr_t sample_weight, const std::vector<double>&scalars, int reduction, double normalizer, int threads
+#define PYL_SHARED                                                                                                         \
+  int loss, int dtype, uintptr_t x, const Lengths &shape, const Lengths &stride, uintptr_t y, int y_type,                  \
+      int64_t ignore_index, uintptr_t soft, int soft_dtype, const Lengths &soft_stride, uintptr_t weight, uintptr_t shift, \
+      uintptr_t factor, uintptr_t sample_weight, const std::vector<double>&numbers, int reduction, double normalizer,      \
+      int threads
 #define PYL_SHARED_NAMES                                                                                                       \
   loss, dtype, x, shape, stride, y, y_type, ignore_index, soft, soft_dtype, soft_stride, weight, shift, factor, sample_weight, \
-      scalars, reduction, normalizer, threads
+      numbers, reduction, normalizer, threads
 
-Problem describe_logits(int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, int threads) {
+Problem describe_logits(int dtype, uintptr_t x, const Lengths& shape, const Lengths& stride, int threads) {
   Problem p{};
   p.dtype = static_cast<Dtype>(dtype);
   p.classes = shape.size() == 1 ? shape[0] : shape[1];
@@ -129,8 +130,7 @@ Problem describe(PYL_SHARED) {
   p.shift = reinterpret_cast<const void*>(shift);
   p.factor = reinterpret_cast<const void*>(factor);
   p.sample_weight = reinterpret_cast<const void*>(sample_weight);
-  if (scalars.size() > kMaxScalars) throw std::invalid_argument("too many scalars");
-  for (size_t i = 0; i < scalars.size(); ++i) p.scalars[i] = scalars[i];
+  take_numbers(chosen.kernels->facts, loss, numbers, p.numbers);
   p.reduction = static_cast<Reduction>(reduction);
   p.normalizer = normalizer;
   return p;
@@ -157,7 +157,7 @@ struct Buffer {
 };
 
 // Where the gradient goes; a large one is asked for in huge pages.
-void set_gradient(Problem& p, uintptr_t grad, const Sizes& shape, const Sizes& stride) {
+void set_gradient(Problem& p, uintptr_t grad, const Lengths& shape, const Lengths& stride) {
   p.grad = reinterpret_cast<void*>(grad);
   if (!p.grad) return;
   p.grad_layout = layout(shape, stride);
@@ -165,7 +165,7 @@ void set_gradient(Problem& p, uintptr_t grad, const Sizes& shape, const Sizes& s
   prefer_huge_pages(p.grad, static_cast<size_t>(p.rows) * p.classes * width);
 }
 
-int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
+int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved, uintptr_t grad, const Lengths& grad_stride) {
   Problem p = describe(PYL_SHARED_NAMES);
   p.loss_out = reinterpret_cast<void*>(out);
   p.saved = reinterpret_cast<void*>(saved);
@@ -174,7 +174,7 @@ int64_t forward(PYL_SHARED, uintptr_t out, uintptr_t saved, uintptr_t grad, cons
   return chosen.kernels->forward(p);
 }
 
-void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride) {
+void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, const Lengths& grad_stride) {
   Problem p = describe(PYL_SHARED_NAMES);
   if (p.rows == 0) return;
   p.grad_out = reinterpret_cast<const void*>(grad_out);
@@ -184,7 +184,7 @@ void backward(PYL_SHARED, uintptr_t grad_out, uintptr_t saved, uintptr_t grad, c
   chosen.kernels->backward(p);
 }
 
-void scores(int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, int threads, double temperature, double gamma,
+void scores(int dtype, uintptr_t x, const Lengths& shape, const Lengths& stride, int threads, double temperature, double gamma,
             int64_t most, const std::vector<uintptr_t>& out) {
   Problem p = describe_logits(dtype, x, shape, stride, threads);
   auto to = [&](size_t i) { return reinterpret_cast<void*>(out.at(i)); };
@@ -194,22 +194,10 @@ void scores(int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, int
   chosen.kernels->scores(p, k);
 }
 
-py::dict losses() {
-  py::dict table;
-  int id = 0;
-#define PYL_ENTRY(name, saved, ahead) table[#name] = py::make_tuple(id++, saved, ahead, family);
-  const char* family = "softmax";
-  PYL_SOFTMAX_LOSSES(PYL_ENTRY)
-  family = "margin";
-  PYL_MARGIN_LOSSES(PYL_ENTRY)
-  family = "entropy";
-  PYL_ENTROPY_LOSSES(PYL_ENTRY)
-  family = "select";
-  PYL_SELECT_LOSSES(PYL_ENTRY)
-  family = "region";
-  PYL_REGION_LOSSES(PYL_ENTRY)
-#undef PYL_ENTRY
-  return table;
+py::tuple sizes(int loss, int dtype, const std::vector<double>& given, bool soft, bool shift) {
+  double numbers[kMostOwn] = {};
+  take_numbers(chosen.kernels->facts, loss, given, numbers);
+  return told(chosen.kernels->sizes(loss, static_cast<Dtype>(dtype), numbers, soft, shift));
 }
 
 }  // namespace
@@ -234,7 +222,9 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_pool_limit", [](size_t bytes) { pool.set_limit(bytes); }, "Bytes that released gradients may hold.");
   m.def("clear_pool", [] { pool.clear(); }, "Free what the pool holds.");
   m.def("pool_held", [] { return pool.held(); }, "Bytes that the pool holds now.");
-  m.def("losses", &losses, "Name -> (number, saved numbers per row, ahead, family) of every formula, see losses/list.h.");
+  m.def(
+      "losses", [] { return table_of(chosen.kernels->facts); }, "Name -> what is known of every formula, see losses/facts.h.");
+  m.def("sizes", &sizes, "What a call saves and gives, see pylosses/sizes.py.");
   m.def("forward", &forward, "Loss of a problem; returns the position of the first bad label, or -1.");
   m.def("backward", &backward, "Gradient of a problem.");
   m.def("scores", &scores, "Confidence scores of every row.");

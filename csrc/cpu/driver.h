@@ -8,90 +8,35 @@
 
 namespace PYL_ISA {
 
-#define PYL_ID(name, saved, ahead) id_##name,
-enum LossId { PYL_LOSSES(PYL_ID) };
-#undef PYL_ID
+// Out of line: each is needed once a row.
+template <class T, class V>
+__attribute__((noinline)) EntropyResult<V> entropy_formula(int loss, const T* numbers, const Batch<T>& k,
+                                                           const EntropyRow<V>& r) {
+  return visit_entropy<EntropyResult<V>>(loss, [&](auto f) { return f.row(own_of<decltype(f)>(numbers), k, r); });
+}
+template <class V>
+__attribute__((noinline)) SelectResult<V> select_formula(int loss, const double* numbers, const Batch<double>& k,
+                                                         const SelectRow<V>& r) {
+  return visit_select<SelectResult<V>>(loss, [&](auto f) { return f.row(own_of<decltype(f)>(numbers), k, r); });
+}
 
-#define PYL_FORMULA(name, saved, ahead) \
-  case id_##name:                       \
-    return name::row(k, r);
-template <class T, class V>
-PYL_INLINE SoftmaxResult<V> softmax_formula(int loss, const Scalars<T>& k, const SoftmaxRow<V>& r) {
-  switch (loss) { PYL_SOFTMAX_LOSSES(PYL_FORMULA) }
-  __builtin_unreachable();
-}
-template <class T, class V>
-__attribute__((noinline)) MarginResult<V> margin_formula(int loss, const Scalars<T>& k, const MarginRow<V>& r) {
-  switch (loss) { PYL_MARGIN_LOSSES(PYL_FORMULA) }
-  __builtin_unreachable();
-}
-template <class T, class V>
-__attribute__((noinline)) EntropyResult<V> entropy_formula(int loss, const Scalars<T>& k, const EntropyRow<V>& r) {
-  switch (loss) { PYL_ENTROPY_LOSSES(PYL_FORMULA) }
-  __builtin_unreachable();
-}
-template <class T, class V>
-__attribute__((noinline)) SelectResult<V> select_formula(int loss, const Scalars<T>& k, const SelectRow<V>& r) {
-  switch (loss) { PYL_SELECT_LOSSES(PYL_FORMULA) }
-  __builtin_unreachable();
-}
-#undef PYL_FORMULA
-
-#define PYL_SELECTED(name, saved, ahead) \
-  case id_##name:                        \
-    return name::selected(k, p, x);
-template <class T, class V>
-PYL_INLINE SelectedClass<V> selected_class(int loss, const Scalars<T>& k, V p, V x) {
-  switch (loss) { PYL_SELECT_LOSSES(PYL_SELECTED) }
-  __builtin_unreachable();
-}
-#undef PYL_SELECTED
-
-#define PYL_SELECTION(name, saved, ahead) \
-  case id_##name:                         \
-    return name::selection(k);
+// Numbers that a row saves for backward: what the drivers of its family save.
 template <class T>
-Selection selection_of(int loss, const Scalars<T>& k) {
-  switch (loss) { PYL_SELECT_LOSSES(PYL_SELECTION) }
-  __builtin_unreachable();
-}
-#undef PYL_SELECTION
-
-inline Family family_of(int loss) {
-#define PYL_CASE(name, saved, ahead) case id_##name:
-  switch (loss) {
-    PYL_MARGIN_LOSSES(PYL_CASE) return Family::margin;
-    PYL_ENTROPY_LOSSES(PYL_CASE) return Family::entropy;
-    PYL_REGION_LOSSES(PYL_CASE) return Family::region;
-    PYL_SELECT_LOSSES(PYL_CASE) return Family::select;
+int row_numbers(const Facts& facts, const SoftmaxView<T>& view, bool soft, bool shift) {
+  switch (facts.family) {
+    case Family::softmax:  // m, d; the norm and the mean, or the mass
+      return facts.normed ? 4 : soft ? 3 : 2;
+    case Family::margin:  // threshold, factor, slopes
+      return 3;
+    case Family::entropy:  // m, d, mu, slope
+      return 4;
+    case Family::select:  // SelectSaved
+      return facts.beside ? 6 : 4;
+    case Family::region:  // m and d, of two softmaxes where u is not x; even, so that doubles behind them are aligned
+      return facts.beside && is_mapped(view, shift) ? 4 : 2;
   }
-#undef PYL_CASE
-  return Family::softmax;
-}
-
-// Numbers a row saves for backward.
-constexpr int saved_by(int loss) {
-#define PYL_CASE(name, saved, ahead) \
-  case id_##name:                    \
-    return saved;
-  switch (loss) { PYL_LOSSES(PYL_CASE) }
-#undef PYL_CASE
   return 0;
 }
-// Does a loss have cross-entropy's numbers, own = (smoothing, temperature, softcap, z-loss, ...)?
-constexpr bool has_cross_entropy(int loss) {
-  return loss == id_cross_entropy || loss == id_dice_ce || loss == id_cross_entropy_adr;
-}
-// What these families' drivers write has room: cpu.py gives the margin family's bits to hem alone.
-#define PYL_COUNT(name, saved, ahead) +1
-#define PYL_ROOM(name, saved, ahead) &&saved_by(id_##name) >= (has_cross_entropy(id_##name) ? 6 : 4)
-static_assert(0 PYL_MARGIN_LOSSES(PYL_COUNT) == 1 && saved_by(id_hem) == 3,
-              "a margin loss saves three numbers a row, and bits");
-static_assert(true PYL_ENTROPY_LOSSES(PYL_ROOM), "an entropy loss saves four numbers a row");
-static_assert(true PYL_SELECT_LOSSES(PYL_ROOM), "a select loss saves four numbers a row, six with a cross-entropy");
-#undef PYL_COUNT
-#undef PYL_ROOM
-inline bool label_free(int loss) { return family_of(loss) == Family::entropy || loss == id_tta || loss == id_adr; }
 
 // Calls f(labels) with the labels' own type.
 template <class F>
@@ -107,6 +52,10 @@ PYL_INLINE void with_labels(const Problem& p, F f) {
       return f(static_cast<const int64_t*>(p.y));
   }
 }
+
+// An area of fewer rows is summed again in backward, while it is in the cache: for tiny images the coefficients of every class
+// would be as many as the logits.
+constexpr int64_t kLargeArea = 64;
 
 // What one row weighs.
 template <class T>
@@ -135,13 +84,19 @@ struct Partial {
 template <class T>
 struct Context {
   const Problem& p;
+  Facts facts;
+  T numbers[kMostOwn];  // the loss's own
+  Batch<T> k;
+  SoftmaxView<T> softmax;  // of the softmax formula that the loss is, or that is beside it
+  Parts parts;
   const T *weight, *shift, *factor, *sample;
   T *out, *divisors, *stats;
-  Scalars<T> k;
-  double base = 1;  // backward: what multiplies every row's gradient besides its sample weight
+  int saved_numbers;  // of a row
+  double base = 1;    // backward: what multiplies every row's gradient besides its sample weight
 
   explicit Context(const Problem& p)
       : p(p),
+        k{static_cast<T>(p.classes), static_cast<T>(p.classes), 1},
         weight(static_cast<const T*>(p.weight)),
         shift(static_cast<const T*>(p.shift)),
         factor(static_cast<const T*>(p.factor)),
@@ -149,15 +104,18 @@ struct Context {
         out(static_cast<T*>(p.loss_out)),
         divisors(static_cast<T*>(p.saved)),
         stats(p.saved ? divisors + 2 : nullptr) {
-    for (int i = 0; i < kMaxScalars; ++i) k.own[i] = static_cast<T>(p.scalars[i]);
-    double sum = static_cast<double>(p.classes);
-    if (weight && has_cross_entropy(p.loss) && p.scalars[0] > 0) {  // smoothing alone asks for it
-      sum = 0;
-      for (int64_t j = 0; j < p.classes; ++j) sum += weight[j];
+    for (int i = 0; i < kMostOwn; ++i) numbers[i] = static_cast<T>(p.numbers[i]);
+    if (p.loss >= 0) {
+      facts = kFacts[p.loss];
+      softmax = softmax_view(facts, numbers, k.classes);
+      parts = parts_of(p.loss, p.numbers);
     }
-    k.classes = static_cast<T>(p.classes);
-    k.weight_sum = static_cast<T>(sum);
-    k.main = 1;
+    saved_numbers = row_numbers(facts, softmax, p.soft, shift);
+    if (weight && softmax.smooth) {  // smoothing alone asks for their sum
+      double sum = 0;
+      for (int64_t j = 0; j < p.classes; ++j) sum += weight[j];
+      k.weight_sum = static_cast<T>(sum);
+    }
   }
 
   // The label of a row, or -1 when it is ignored; 0 without labels.
@@ -187,7 +145,7 @@ struct Context {
   }
   void emit_ignored(int64_t row) const {
     if (p.reduction == Reduction::none) out[row] = 0;
-    for (int i = 0; stats && i < saved_numbers(); ++i) stat(i, row) = 0;
+    for (int i = 0; stats && i < saved_numbers; ++i) stat(i, row) = 0;
   }
 
   // Writes the reduced loss and the divisors that backward needs.
@@ -214,7 +172,7 @@ struct Context {
   // The factor that the gradients of all rows share, and the share of the main term where a second term has another divisor.
   void set_base(double g, double mass, double extra_mass) {
     double main = mass != 0 ? 1 / mass : 0, extra = extra_mass != 0 ? 1 / extra_mass : kNothing * main;
-    bool two = p.loss == id_cross_entropy_adr || (has_cross_entropy(p.loss) && p.scalars[3] > 0);
+    bool two = has_second_divisor(facts, softmax);
     base = g * (two ? extra : main);
     if (two) k.main = static_cast<T>(extra != 0 ? main / extra : 0);
   }
@@ -227,16 +185,13 @@ struct Context {
   // A gradient that no cache holds until it is read had better not pass through one: memory is not read before it is written.
   bool streams() const { return p.rows * p.classes * static_cast<int64_t>(sizeof(T)) > (int64_t(32) << 20); }
   // The margin family's kept classes, one bit each, after the statistics.
-  uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_by(p.loss) * p.rows); }
-  // Is cross-entropy's softmax that of other numbers than the logits?
-  bool mapped() const { return has_cross_entropy(p.loss) && (k.own[1] != 1 || k.own[2] != 0 || shift); }
-  // Dice+CE has two softmaxes then; soft targets have a mass.
-  int saved_numbers() const {
-    if (p.loss == id_cross_entropy) return saved_by(p.loss) + (p.soft ? 1 : 0);
-    return saved_by(p.loss) + (p.loss == id_dice_ce && mapped() ? 2 : 0);
-  }
-  // The region family's numbers of classes, there too: saved numbers of a row are even in number, doubles stay aligned.
-  double* after_rows() const { return reinterpret_cast<double*>(stats + saved_numbers() * p.rows); }
+  uint8_t* bits() const { return reinterpret_cast<uint8_t*>(stats + saved_numbers * p.rows); }
+  // The softmax formula's u of other numbers than the logits?
+  bool mapped() const { return is_mapped(softmax, shift); }
+  // Is there a softmax formula beside the loss, and does it weigh anything?
+  bool beside() const { return facts.beside && parts.side != 0; }
+  // The region family's numbers of classes, there too.
+  double* after_rows() const { return reinterpret_cast<double*>(stats + saved_numbers * p.rows); }
   T upstream(int64_t row, const RowWeights<T>& w) const {
     double g = p.reduction == Reduction::none ? static_cast<const T*>(p.grad_out)[row] : base;
     return static_cast<T>(g * w.s);
@@ -312,7 +267,7 @@ template <class T>
 Partial look_at_labels(const Context<T>& c) {
   const Problem& p = c.p;
   Partial found;
-  bool check = p.y && !label_free(p.loss), plain = !c.weight && !c.sample;
+  bool check = p.y && c.facts.labels, plain = !c.weight && !c.sample;
   if (!p.y && plain) found.mass = found.extra_mass = static_cast<double>(p.rows);
   if ((!p.y && plain) || (!check && !c.ahead())) return found;
   for_chunks(
@@ -349,7 +304,6 @@ Partial look_at_labels(const Context<T>& c) {
 }  // namespace PYL_ISA
 
 // Each family is compiled by itself, in <family>.cpp: GCC stops inlining the innermost loops when a unit grows too much.
-#define PYL_FAMILIES(X) X(softmax) X(margin) X(entropy) X(select) X(region)
 #define PYL_DECLARE_FAMILY(family)                                \
   void family##_family_forward(const Context<float>&, Partial&);  \
   void family##_family_forward(const Context<double>&, Partial&); \

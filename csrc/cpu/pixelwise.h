@@ -53,7 +53,7 @@ struct Tile {
 
   Tile(const Context<T>& c, bool logits_stay)
       : c(c),
-        map(map_of(c)),
+        map(c.facts.family == Family::select ? Map<T>{1, 0, nullptr} : softmax_map(c)),  // ranks are those of the logits
         width(rows_for(c.p.classes)),
         stride(width + 16),
         tile(c.p.classes * stride),
@@ -140,14 +140,14 @@ struct Tile {
         store(at, map.shift ? u + map.shift[j] : u);
       }
   }
-  // The targets' weights q_j = w_j ((1 - eps) t_j + eps / C), available to soft().
+  // The targets' weights q_j = w_j (hit t_j + each), available to soft().
   void read_soft() {
     soft_at.find(c.p.soft_layout, begin, rows);
     copy(c.p.soft_dtype, c.p.soft, c.p.soft_layout, soft_at, soft_.data);
-    T eps = c.k.own[0], each = eps / c.k.classes;
+    T hit = c.softmax.hit, each = c.softmax.each;
     for (int64_t j = 0; j < c.p.classes; ++j) {
       T w = c.weight ? c.weight[j] : 1;
-      for (int64_t r = 0; r < padded; ++r) soft_.data[j * stride + r] = w * ((1 - eps) * soft_.data[j * stride + r] + each);
+      for (int64_t r = 0; r < padded; ++r) soft_.data[j * stride + r] = w * (hit * soft_.data[j * stride + r] + each);
     }
   }
   void store_gradient() const {

@@ -48,7 +48,7 @@ void pixels_entropy_forward(const Context<T>& c, Partial& total) {
         log_d = where(dominated, log1p(rest), log_d);
         mu = where(dominated, s.moment / (rest + 1), mu);
       }
-      EntropyResult<V> result = entropy_formula<T>(c.p.loss, c.k, EntropyRow<V>{log_d - mu});
+      EntropyResult<V> result = entropy_formula(c.p.loss, c.numbers, c.k, EntropyRow<V>{log_d - mu});
       store(t.live + r, where(result.mass != 0, load(t.live + r), V{}));
       t.emit(r, result.loss, V{});
       if (c.stats)

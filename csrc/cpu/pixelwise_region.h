@@ -19,9 +19,9 @@ struct RegionTiles {
 
   explicit RegionTiles(const Context<T>& c)
       : c(c),
-        ce(c.p.loss == id_dice_ce && c.p.scalars[dice_ce::ce_weight] != 0),
+        ce(c.beside()),
         mapped(ce && c.mapped()),
-        smooth(ce && c.k.own[0] > 0),
+        smooth(ce && c.softmax.smooth),
         t(c, mapped || smooth),
         ce_gradient(c) {}
   static int64_t piece_rows(int64_t classes) { return Tile<T>::chunk_rows(classes); }
@@ -42,7 +42,7 @@ struct RegionTiles {
   void emit(int64_t r, V m, V d, V u_label) {
     SoftmaxRow<V> one = row(r, m, d, u_label);
     if (smooth) one.spread = lane_spread(t, r, m, one.log_total());
-    SoftmaxResult<V> result = softmax_formula<T>(id_cross_entropy, c.k, one);
+    SoftmaxResult<V> result = softmax_formula(c.facts.softmax, c.numbers, c.k, one);
     t.emit(r, result.loss, result.extra);
   }
 
@@ -141,7 +141,7 @@ struct RegionTiles {
     store(label + r, where(load(t.live + r) != 0, e_label * scale * ((push + rest) - mean - pull * miss), V{}));
   }
   PYL_INLINE void set_ce(int64_t r, V m, V d, V u_label) {
-    ce_gradient.set(t, r, softmax_formula<T>(id_cross_entropy, c.k, row(r, m, d, u_label)), m, d, LaneScale<T>());
+    ce_gradient.set(t, r, softmax_formula(c.facts.softmax, c.numbers, c.k, row(r, m, d, u_label)), m, d, LaneScale<T>());
     store(label + r, load(label + r) + load(ce_gradient.label + r));
     if (!mapped) store(offset + r, load(offset + r) + load(ce_gradient.slope + r));  // the same exponentials
   }

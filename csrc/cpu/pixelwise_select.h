@@ -130,7 +130,7 @@ struct LaneResult {
     for (int i = 0; i < parts; ++i) {
       row[i] = {m.part[i], more.part[i], second.part[i]};
       vd p = 1 / row[i].d(), total = beyond.part[i];
-      if (call.plan.first == 0) total += selected_class<double>(call.c.p.loss, call.k, p, m.part[i]).share;
+      if (call.plan.first == 0) total += selected_class(call.c.p.loss, call.c.p.numbers, p, m.part[i]).share;
       SelectResult<vd> result = call.formula(SelectRow<vd>{total, owns.part[i], m.part[i], p, phis.part[i]});
       loss.part[i] = result.loss, mass.part[i] = result.mass, top.part[i] = result.top;
       each.part[i] = result.each, pull.part[i] = result.pull, slope.part[i] = result.slope;
@@ -186,21 +186,21 @@ struct LaneCrossEntropy {
         return where(q == 0, V{}, q * each);
       });
     };
+    T by = call.side_weight;
     if (c.p.soft) {
-      V log_d = log_sum(d), lse = m + log_d;
+      V log_d = log_sum(d);
       mass = sum_over<V>(c.p.classes, [&](int64_t j) { return t.soft(j, r); });
-      if (forward) {
-        loss = spread(log_d);
-        if (c.k.own[3] > 0) extra = c.k.own[3] * lse * lse;
-      }
-      slope = (c.k.main * mass + 2 * c.k.own[3] * lse) / d, pull = splat<V>(c.k.main), label = V{};
+      SoftResult<V> result = soft_formula(c.facts.softmax, c.numbers, c.k, SoftRow<V>{m + log_d, mass});
+      if (forward) loss = by * spread(log_d), extra = by * result.extra;
+      slope = by * (result.slope / d), pull = by * result.pull, label = V{};
       return;
     }
     SoftmaxRow<V> row = lane_row(m, d, u_label, splat<V>(1), load(t.w + r));
-    if (forward && c.k.own[0] > 0) row.spread = spread(row.log_total());
-    SoftmaxResult<V> result = softmax_formula<T>(id_cross_entropy, c.k, row);
-    loss = result.loss, extra = result.extra;
-    slope = where(d == 0, result.slope * 0, result.slope / d), pull = result.pull, label = result.label * du_label;
+    if (forward && c.softmax.smooth) row.spread = spread(row.log_total());
+    SoftmaxResult<V> result = softmax_formula(c.facts.softmax, c.numbers, c.k, row);
+    loss = by * result.loss, extra = by * result.extra;
+    slope = by * where(d == 0, result.slope * 0, result.slope / d), pull = by * result.pull;
+    label = by * (result.label * du_label);
   }
 };
 
@@ -253,7 +253,7 @@ struct TileSelectGradient {
       vd p = es.part[i] * k[i].scale, of = call.plan.kind == Uncertainty::variance ? p : ds.part[i];
       of = where(ds.part[i] == -infinity<double>(), vd{}, of);
       g.part[i] = p * (k[i].pull + k[i].tilt * (of - k[i].mean)) +
-                  k[i].each * selected_class<double>(call.c.p.loss, call.k, p, xs.part[i]).own;
+                  k[i].each * selected_class(call.c.p.loss, call.c.p.numbers, p, xs.part[i]).own;
     }
     return g.narrow();
   }
@@ -276,8 +276,8 @@ struct TileSelectGradient {
   void write(const Tile<T>& t) const {
     const Selection& plan = call.plan;
     const Context<T>& c = call.c;
-    bool ahead = c.ahead(), some = plan.last >= plan.first, tops = c.p.loss == id_tta && c.k.own[0] != 0;
-    bool pulls = call.ce && (c.p.soft || c.k.own[0] > 0);  // a weight that is not asked for may be NaN
+    bool ahead = c.ahead(), some = plan.last >= plan.first;
+    bool pulls = call.ce && (c.p.soft || c.softmax.smooth);  // a weight that is not asked for may be NaN
     LaneCrossEntropy<T> ce(call, t);
     t.write([&](int64_t j, int64_t r) {
       V g = load(poison + r), x = plan.dense || some ? t.u(j, r) : V{}, e{}, p{};
@@ -292,10 +292,10 @@ struct TileSelectGradient {
         I in = selected(j, r, x);
         if (Ranking<T>::some(in)) {
           if (plan.first == 0) g = where(in, load(poison + r) + at_selected(r, e, x), g);
-          else g += where(in, load(each + r) * selected_class<T>(c.p.loss, c.k, p, x).own, V{});
+          else g += where(in, load(each + r) * selected_class(c.p.loss, c.numbers, p, x).own, V{});
         }
       }
-      if (tops) g += where(own == ints(first + r), load(top + r), V{});
+      if (plan.pulls_top) g += where(own == ints(first + r), load(top + r), V{});
       if (call.ce) {
         V du = splat<V>(1), value = load(ce_slope + r) * e;
         if (!call.shared()) value = load(ce_slope + r) * exp_below(ce.u(j, r, du) - load(ce_m + r));
@@ -334,12 +334,12 @@ void pixels_select_forward(const Context<T>& c, Partial& total) {
       for (int i = 1; i <= picked; ++i) {
         InDouble<T> e(exp_below(rank.value[i] - row.m)), x(rank.value[i]);
         for (int k = 0; k < InDouble<T>::parts; ++k)
-          beyond.part[k] += selected_class<double>(c.p.loss, call.k, e.part[k] / (more.part[k] + 1), x.part[k]).share;
+          beyond.part[k] += selected_class(c.p.loss, c.p.numbers, e.part[k] / (more.part[k] + 1), x.part[k]).share;
       }
     } else {
       for (int i = plan.first; i <= picked; ++i) {
         V p = plan.softmax ? exp_below(rank.value[i] - row.m) / row.d() : V{};
-        SelectedClass<V> s = selected_class<T>(c.p.loss, c.k, p, rank.value[i]);
+        SelectedClass<V> s = selected_class(c.p.loss, c.numbers, p, rank.value[i]);
         InDouble<T> share(s.share);
         for (int k = 0; k < InDouble<T>::parts; ++k) beyond.part[k] += share.part[k];
         own += s.own;
@@ -360,13 +360,15 @@ void pixels_select_forward(const Context<T>& c, Partial& total) {
         last = where(taken, rank.index[i], last), low = where(taken, rank.value[i], low);
       }
     }
-    if (c.stats && c.p.loss != id_tta) {
-      t.save(0, r, row.more), t.save(1, r, row.second), t.save(2, r, to_save(row, beyond).narrow()), t.save(3, r, (V)last);
-      if (call.ce) t.save(4, r, ce.m), t.save(5, r, ce.d);
+    if (c.stats) {
+      t.save(kMore, r, row.more), t.save(kLastClass, r, (V)last);
+      if (plan.tilts) t.save(kSecond, r, row.second), t.save(kShares, r, to_save(row, beyond).narrow());
+      else t.save(kClassBefore, r, (V)after);
+      if (call.ce) t.save(kSideTop, r, ce.m), t.save(kSideSum, r, ce.d);
     }
     if (plan.batch) {
       int64_t n = c.p.rows;
-      V p = 1 / row.d(), first = plan.first == 0 ? selected_class<T>(c.p.loss, c.k, p, row.m).share : V{};
+      V p = 1 / row.d(), first = plan.first == 0 ? selected_class(c.p.loss, c.numbers, p, row.m).share : V{};
       t.rows_to(held.data, r, beyond.narrow() + first), t.rows_to(held.data + n, r, phi);
       t.rows_to(held.data + 2 * n, r, ce.loss), t.rows_to(held.data + 3 * n, r, ce.extra);
       t.sum += where(load(t.live + r) != 0, phi, V{}), t.sum_mass += load(t.live + r);
@@ -378,11 +380,8 @@ void pixels_select_forward(const Context<T>& c, Partial& total) {
     V value = result.loss.narrow(), loss = call.ce ? ce.loss : value, extra = call.ce ? ce.extra + value : V{};
     t.emit(r, loss, extra);
     I counts = t.counted(r, loss + extra);
-    if (c.stats && call.ce) t.save_sum(5, r, ce.d, loss + extra);
-    if (c.stats && c.p.loss == id_tta) {
-      t.save(0, r, row.more), t.save(2, r, (V)after), t.save(3, r, (V)last);
-      t.rows_to(c.stats + c.p.rows, r, (V)where(counts, rank.index[0], not_counted));
-    }
+    if (c.stats && call.ce) t.save_sum(kSideSum, r, ce.d, loss + extra);
+    if (c.stats && !plan.tilts) t.rows_to(c.stats + kFirstClass * c.p.rows, r, (V)where(counts, rank.index[0], not_counted));
     if (!c.ahead()) return;
     V up = t.upstream(r);
     g.set(r, row, result, up, where(counts, splat<V>(1), V{}), rank.index[0]);
@@ -422,35 +421,35 @@ void pixels_select_backward(const Context<T>& c) {
     for (int64_t r = 0; r < t.padded; r += Lanes<T>::W) {
       if (logits) t.fetch_next(r);
       V up = t.upstream(r), live = load(t.live + r), zero{};
-      I last = (I)t.saved(3, r), after = c.p.loss == id_tta ? (I)t.saved(2, r) : I{} - 1;
+      I last = (I)t.saved(kLastClass, r), after = plan.tilts ? I{} - 1 : (I)t.saved(kClassBefore, r);
       g.set_range(r, logit_of(r, after, infinity<T>()), after, logit_of(r, last, infinity<T>()), last);
-      if (c.p.loss == id_tta) {
-        I first = (I)t.saved(1, r);
+      if (!plan.tilts) {
+        I first = (I)t.saved(kFirstClass, r);
         V on = where(first == static_cast<typename Lanes<T>::IntScalar>(kNotCounted), zero, live);
-        LaneRowSums<V> row{logit_of(r, where(on != 0, first, I{} - 1), T(0)), t.saved(0, r), zero};
+        LaneRowSums<V> row{logit_of(r, where(on != 0, first, I{} - 1), T(0)), t.saved(kMore, r), zero};
         // Rows that the filter dropped are off.
         V own = sum_over<V>(plan.dense ? c.p.classes : 0, [&](int64_t j) {
           V x = t.u(j, r);
           I selected = g.selected(j, r, x);
           if (!Ranking<T>::some(selected)) return V{};
-          return where(selected, selected_class<T>(c.p.loss, c.k, exp_below(x - row.m) / row.d(), x).own, V{});
+          return where(selected, selected_class(c.p.loss, c.numbers, exp_below(x - row.m) / row.d(), x).own, V{});
         });
         LaneResult<T> result(call, row, InDouble<T>(zero), own, splat<V>(-infinity<T>()));
         g.set(r, row, result, up, on, first);
       } else {
         V m = splat<V>(-infinity<T>());
         for (int64_t j = 0; j < c.p.classes; ++j) m = larger(t.u(j, r), m);
-        LaneRowSums<V> row{m, t.saved(0, r), t.saved(1, r)};
+        LaneRowSums<V> row{m, t.saved(kMore, r), t.saved(kSecond, r)};
         V phi = plan.batch ? splat<V>(static_cast<T>(call.phi)) : static_cast<T>(plan.phi_scale) * row.uncertainty(plan.kind);
-        InDouble<T> saved(t.saved(2, r)), more(row.more);
+        InDouble<T> saved(t.saved(kShares, r)), more(row.more);
         for (int i = 0; plan.mass && i < InDouble<T>::parts; ++i)
           saved.part[i] = more.part[i] / (more.part[i] + 1) - saved.part[i];  // what is saved is the rest
         LaneResult<T> result(call, row, saved, zero, phi);
         LaneCrossEntropy<T> ce(call, t);
         I counts = t.counted(r, result.loss.narrow());
         if (call.ce) {
-          counts = t.live_unless(r, t.saved(5, r) < 0);
-          ce.m = t.saved(4, r), ce.d = where(counts, t.saved(5, r), splat<V>(1));
+          counts = t.live_unless(r, t.saved(kSideSum, r) < 0);
+          ce.m = t.saved(kSideTop, r), ce.d = where(counts, t.saved(kSideSum, r), splat<V>(1));
           if (!c.p.soft) ce.find_label(r);
           ce.finish(r, false);
         }

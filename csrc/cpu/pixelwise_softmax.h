@@ -44,7 +44,7 @@ LaneSums<typename Lanes<T>::V> lane_sums(const Tile<T>& t, int64_t r, typename L
   return t.c.ahead() ? lane_sums<kind, All, true>(t, r, late) : lane_sums<kind, All, false>(t, r, late);
 }
 
-// |x| of every row without the label's, for LogitNorm, masked classes left out; in double, where squares neither overflow nor
+// |x| of every row without the label's, for normed rows, masked classes left out; in double, where squares neither overflow nor
 // lose digits.
 template <class T>
 PYL_INLINE typename Lanes<T>::V lane_others_norm(const Tile<T>& t, int64_t r) {
@@ -71,7 +71,7 @@ struct LaneScale {
   LaneScale() = default;
   LaneScale(const Context<T>& c, V others, V x_label, V mean_x) {
     for (int i = 0; i < Lanes<T>::W; ++i) {
-      RowScale<T> one(c, others[i], x_label[i], mean_x[i]);
+      RowScale<T> one = row_scale<T>(c, others[i], x_label[i], mean_x[i]);
       scale[i] = one.scale, share[i] = static_cast<T>(one.share), drag[i] = static_cast<T>(one.drag);
     }
   }
@@ -118,9 +118,10 @@ struct TileGradient {
     set(t, r, gain * (capped ? splat<V>(1) : norm.scale * t.map.scale), up * result.pull, base, norm.scale, counts);
   }
   PYL_INLINE void set_soft(const Tile<T>& t, int64_t r, V base, V d, V mass) {
-    V up = t.upstream(r), gain = up * (c.k.main * mass + 2 * c.k.own[3] * (base + log_sum(d))) / d;
+    SoftResult<V> result = soft_formula(c.facts.softmax, c.numbers, c.k, SoftRow<V>{base + log_sum(d), mass});
+    V up = t.upstream(r), gain = up * result.slope / d;
     if (t.map.cap == 0) gain *= t.map.scale;
-    set(t, r, gain, up * c.k.main, base, splat<V>(1), t.live_unless(r, d < 0));
+    set(t, r, gain, up * result.pull, base, splat<V>(1), t.live_unless(r, d < 0));
   }
   PYL_INLINE void set(const Tile<T>& t, int64_t r, V gain, V weight_pull, V base, V late, Int<V> counts) {
     store(slope + r, gain);
@@ -132,7 +133,7 @@ struct TileGradient {
   }
 
   void write(const Tile<T>& t) {
-    bool weights = c.p.soft || (c.p.loss == id_cross_entropy && c.k.own[0] > 0), norm = c.p.loss == id_logit_norm;
+    bool weights = c.p.soft || c.softmax.smooth, norm = c.facts.normed;
     bool capped = t.map.cap > 0, plain = !weights && !norm && !capped;
     auto rest = [&](int64_t j, int64_t r, V v) {  // all that most losses do not have
       if (weights) v -= load(pull + r) * (c.p.soft ? t.soft(j, r) : splat<V>(c.weight ? c.weight[j] : T(1)));
@@ -162,17 +163,18 @@ struct TileGradient {
 template <class T>
 void pixels_softmax_forward(const Context<T>& c, Partial& total) {
   typedef typename Lanes<T>::V V;
-  bool norm = c.p.loss == id_logit_norm, smooth = c.p.loss == id_cross_entropy && c.k.own[0] > 0, ahead = c.ahead();
+  bool norm = c.facts.normed, smooth = c.softmax.smooth, ahead = c.ahead();
   over_tiles(c, norm || smooth || c.p.soft, &total, [&](Tile<T>& t) {
     t.read();
     if (c.p.soft) t.read_soft();
     TileGradient<T> g(c);
     auto soft = [&](int64_t r) {
       LaneSums<V> s = lane_sums<Moment::none, true>(t, r, splat<V>(1));
-      V log_d = log_sum(s.d), lse = s.m + log_d, mass = sum_over<V>(c.p.classes, [&](int64_t j) { return t.soft(j, r); });
-      V loss = lane_spread(t, r, s.m, log_d), extra = c.k.own[3] > 0 ? c.k.own[3] * lse * lse : V{};
-      t.emit(r, loss, extra);
-      if (c.stats) t.save(0, r, s.m), t.save_sum(1, r, s.d, loss + extra), t.save(2, r, mass);
+      V log_d = log_sum(s.d), mass = sum_over<V>(c.p.classes, [&](int64_t j) { return t.soft(j, r); });
+      SoftResult<V> result = soft_formula(c.facts.softmax, c.numbers, c.k, SoftRow<V>{s.m + log_d, mass});
+      V loss = lane_spread(t, r, s.m, log_d);
+      t.emit(r, loss, result.extra);
+      if (c.stats) t.save(0, r, s.m), t.save_sum(1, r, s.d, loss + result.extra), t.save(2, r, mass);
       if (ahead) g.set_soft(t, r, s.m, s.d, mass);
     };
     auto labelled = [&](int64_t r) {
@@ -182,7 +184,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
       V x_label = s.x_label;
       SoftmaxRow<V> row = lane_row(s.m, s.d, x_label, late, load(t.w + r));
       if (smooth) row.spread = lane_spread(t, r, s.m, row.log_total());
-      SoftmaxResult<V> result = softmax_formula<T>(c.p.loss, c.k, row);
+      SoftmaxResult<V> result = softmax_formula(c.facts.softmax, c.numbers, c.k, row);
       t.emit(r, result.loss, result.extra);
       V mean_x = norm ? where(s.d == 0, V{}, s.moment / s.d) : V{};
       if (c.stats) {
@@ -202,7 +204,7 @@ void pixels_softmax_forward(const Context<T>& c, Partial& total) {
 template <class T>
 void pixels_softmax_backward(const Context<T>& c) {
   typedef typename Lanes<T>::V V;
-  bool norm = c.p.loss == id_logit_norm;
+  bool norm = c.facts.normed;
   over_tiles(c, false, nullptr, [&](Tile<T>& t) {
     t.read();
     if (c.p.soft) t.read_soft();
@@ -217,7 +219,7 @@ void pixels_softmax_backward(const Context<T>& c) {
       V x_label = t.u_label(r);
       LaneScale<T> scaled = norm ? LaneScale<T>(c, t.saved(2, r), x_label, t.saved(3, r)) : LaneScale<T>();
       SoftmaxRow<V> row = lane_row(m, d, x_label, scaled.scale, load(t.w + r));
-      g.set(t, r, softmax_formula<T>(c.p.loss, c.k, row), m, d, scaled);
+      g.set(t, r, softmax_formula(c.facts.softmax, c.numbers, c.k, row), m, d, scaled);
     }
     g.write(t);
   });

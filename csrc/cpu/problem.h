@@ -2,17 +2,16 @@
 #pragma once
 #include <cstdint>
 
+#include "losses/facts.h"
+
 namespace pylosses {
 
 enum class Dtype : int { f32, bf16, f16, f64 };
 enum class Index : int { u8, i16, i32, i64 };
 enum class Reduction : int { none, sum, mean, above_zero };
-enum class Family : int { softmax, margin, entropy, select, region };
 
-constexpr int kMaxDims = 64;  // torch's own limit
-constexpr int kMaxScalars = 16;
-constexpr int kMostSelected = 64;   // MOST_SELECTED in pylosses/spec.py
-constexpr int kYes = -1, kNo = -2;  // in losses/list.h
+constexpr int kMaxDims = 64;       // torch's own limit
+constexpr int kMostSelected = 64;  // MOST_SELECTED in pylosses/spec.py
 
 // Where row n and class j of an (N, C, *) tensor lie. Dimensions that can be walked as one are merged.
 struct Layout {
@@ -31,7 +30,7 @@ struct Layout {
 };
 
 struct Problem {
-  int loss;
+  int loss;  // -1: none, scores
   Dtype dtype;
   int64_t rows, classes, images;  // images: the first dimension, 1 for a single row
   const void* x;
@@ -46,7 +45,7 @@ struct Problem {
 
   // (C) and (rows), in the accumulation type; null when absent
   const void *weight, *shift, *factor, *sample_weight;
-  double scalars[kMaxScalars];
+  double numbers[kMostOwn];  // the loss's own
   Reduction reduction;
   double normalizer;  // -inf when absent
   int threads;
@@ -71,6 +70,8 @@ struct Scores {
 
 // One table per instruction set.
 struct Kernels {
+  const Facts* facts;  // of every loss
+  Sizes (*sizes)(int loss, Dtype dtype, const double* numbers, bool soft, bool shift);
   int64_t (*forward)(const Problem&);  // the position of the first bad label, or -1
   void (*backward)(const Problem&);
   void (*scores)(const Problem&, const Scores&);

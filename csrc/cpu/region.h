@@ -3,7 +3,7 @@
 // Rows are walked by RegionTiles or RegionRows, which have the same members:
 // - piece_rows(classes): rows of a piece of work, cut by the problem alone, so that any number of threads gives the same bits;
 // - sums(begin, end, into, partial): adds the class sums of rows of one area; with `partial` it saves what backward needs of
-//   every row and adds the row losses of cross-entropy;
+//   every row and adds the row losses of the softmax formula beside;
 // - find_mass(begin, end, found): marks classes that a row gives more than nothing;
 // - gradient(begin, end, k).
 #pragma once
@@ -12,16 +12,11 @@
 
 namespace PYL_ISA {
 
-// An area of fewer rows is summed again in backward, while it is in the cache: for tiny images the coefficients of every class
-// would be as many as the logits. cpu.py counts on it.
-constexpr int64_t kLargeArea = 64;
-
 // What the classes of a call need to know.
 template <class T>
 struct Region {
   const Context<T>& c;
-  double smooth, dice_weight = 1, ce_weight = 0;
-  int absent;
+  RegionView view;
   int64_t areas, area_rows;
   bool mean;
   const T* weight;    // of the classes
@@ -29,23 +24,22 @@ struct Region {
   double* saved = 0;  // and push and pull of every area and class, unless areas are small
 
   explicit Region(const Context<T>& c) : c(c) {
-    bool both = c.p.loss == id_dice_ce;
-    const double* own = c.p.scalars + (both ? dice_ce::first : dice::first);
-    if (both) dice_weight = c.p.scalars[dice_ce::dice_weight], ce_weight = c.p.scalars[dice_ce::ce_weight];
-    smooth = own[0];
-    areas = own[1] != 0 ? c.p.images : 1;
-    absent = static_cast<int>(own[2]);
+    view = region_view(c.p.loss, c.p.numbers);
+    areas = view.by_image ? c.p.images : 1;
     area_rows = areas ? c.p.rows / areas : 0;
     mean = c.p.reduction == Reduction::mean;
-    weight = both ? nullptr : c.weight;  // cross-entropy's
+    weight = c.facts.beside ? nullptr : c.weight;  // of the softmax formula beside
     counted = c.stats ? c.after_rows() : nullptr;
     if (counted && !small()) saved = counted + 1;
   }
   bool small() const { return areas > 1 && area_rows < kLargeArea; }
+  RegionResult formula(const RegionClass& one) const {
+    return visit_region<RegionResult>(c.p.loss, [&](auto f) { return f.of_class(own_of<decltype(f)>(c.p.numbers), one); });
+  }
 
   // A class without a target whose probabilities float32 rounds to 0 may still have a mass.
   bool unsure(const ClassSums& sums, int64_t j) const {
-    return smooth == 0 && absent != dice::zero && !sums.of(j).present() && !sums.of(j).mass;
+    return view.smooth == 0 && view.absent != Absent::zero && !sums.of(j).present() && !sums.of(j).mass;
   }
   bool unsure(const ClassSums& sums) const {
     bool found = false;
@@ -61,12 +55,12 @@ struct Region {
     for (int64_t j = 0; j < c.p.classes; ++j) {
       RegionClass one = sums.of(j);
       one.mass |= found && found[j];
-      RegionResult r = dice::of_class(smooth, one);
-      if (!some || (absent == dice::zero && !one.present())) r = {0, 0, 0};
+      RegionResult r = formula(one);
+      if (!some || (view.absent == Absent::zero && !one.present())) r = {0, 0, 0};
       double w = weight && c.p.reduction != Reduction::none ? weight[j] : 1;
       if (c.p.reduction == Reduction::none) {
         if (out) out[j] = static_cast<T>(r.loss);
-      } else if (absent == dice::exclude ? !one.present() : !some) {
+      } else if (view.absent == Absent::exclude ? !one.present() : !some) {
         w = 0;
       }
       if (w == 0) r = {0, 0, 0};
@@ -86,13 +80,13 @@ struct Region {
   void finish(const Partial& total, const Partial& rows) const {
     if (counted) *counted = total.mass;
     if (c.p.reduction == Reduction::none) return;
-    double loss = dice_weight * (mean && total.mass > 0 ? total.sum / total.mass : total.sum), ce = c.reduced(rows);
-    *c.out = static_cast<T>(ce_weight != 0 ? loss + ce_weight * ce : loss);
+    double loss = c.parts.main * (mean && total.mass > 0 ? total.sum / total.mass : total.sum), side = c.reduced(rows);
+    *c.out = static_cast<T>(c.beside() ? loss + c.parts.side * side : loss);
   }
   // What the coefficients of an area are multiplied with, besides an upstream gradient for each class.
   double factor() const {
     if (c.p.reduction == Reduction::none) return 1;
-    return *static_cast<const T*>(c.p.grad_out) * dice_weight / (mean && *counted > 0 ? *counted : 1);
+    return *static_cast<const T*>(c.p.grad_out) * c.parts.main / (mean && *counted > 0 ? *counted : 1);
   }
 };
 
@@ -226,7 +220,7 @@ void areas_forward(const Context<T>& c) {
 template <class E, class T>
 void areas_backward(Context<T>& c) {
   Region<T> g(c);
-  if (g.ce_weight != 0) c.set_base(*static_cast<const T*>(c.p.grad_out) * g.ce_weight, c.divisors[0], c.divisors[1]);
+  if (c.beside()) c.set_base(*static_cast<const T*>(c.p.grad_out) * c.parts.side, c.divisors[0], c.divisors[1]);
   if (!g.small()) {
     over_large_areas<E>(g, nullptr, [&](auto& tools, int64_t area, int64_t, int64_t begin, int64_t end, Partial&) {
       if (tools.area != area) tools.set_factors(g, area, g.saved + area * 2 * c.p.classes);

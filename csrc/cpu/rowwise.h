@@ -78,14 +78,10 @@ struct Map {
     });
   }
 };
+// Of the softmax formula that the loss is, or that is beside it.
 template <class T>
-Map<T> cross_entropy_map(const Context<T>& c) {
-  return {1 / c.k.own[1], c.k.own[2], c.shift};
-}
-template <class T>
-Map<T> map_of(const Context<T>& c) {
-  if (has_cross_entropy(c.p.loss) && c.p.loss != id_cross_entropy_adr) return cross_entropy_map(c);
-  return {1, 0, nullptr};  // ADR sees the logits themselves
+Map<T> softmax_map(const Context<T>& c) {
+  return {c.softmax.scale, c.softmax.cap, c.softmax.shifted ? c.shift : nullptr};
 }
 
 // One row's logits, block by block.

@@ -75,7 +75,7 @@ void entropy_forward(const Context<T>& c, Partial& total) {
         over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) { rest_of_block(x.raw(j, n), n, online.m, rest, moment); });
         log_d = __builtin_log1p(rest), mu = moment / (1 + rest);
       }
-      EntropyResult<V> result = entropy_formula<T>(c.p.loss, c.k, EntropyRow<V>{splat<V>(static_cast<T>(log_d - mu))});
+      EntropyResult<V> result = entropy_formula(c.p.loss, c.numbers, c.k, EntropyRow<V>{splat<V>(static_cast<T>(log_d - mu))});
       RowWeights<T> w = c.weights(row, 0);
       w.mass = result.mass[0];
       if (w.mass != 0) c.emit(row, w, result.loss[0], 0, sums);

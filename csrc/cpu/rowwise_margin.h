@@ -4,54 +4,6 @@
 
 namespace PYL_ISA {
 
-enum Power { linear, squared, root, general };
-
-// h(raw) and its slope h'(raw) for lanes with raw > 0
-template <class T>
-struct Errors {
-  T margin, power_, delta, start;  // start: the slope below delta
-  Power kind;
-
-  explicit Errors(const Context<T>& c) : margin(c.k.own[0]), power_(c.k.own[1]), delta(0), start(0) {
-    kind = power_ == 1 ? linear : power_ == 2 ? squared : power_ == T(0.5) ? root : general;
-    if (power_ < 1) delta = c.k.own[2];
-    if (delta > 0) start = static_cast<T>(__builtin_pow(delta, power_ - 1.0));
-  }
-  template <Power P, class V>
-  PYL_INLINE V value(V raw) const {
-    V positive = where(raw > 0, raw, V{});
-    if constexpr (P == linear) return positive;
-    if constexpr (P == squared) return positive * positive;
-    V e = P == root ? square_root(positive) : where(raw > 0, power(positive, power_), V{});
-    return where(positive < delta, start * positive, e);
-  }
-  template <Power P, class V>
-  PYL_INLINE V slope(V raw) const {  // raw > 0
-    if constexpr (P == linear) return splat<V>(1);
-    if constexpr (P == squared) return 2 * raw;
-    V s = P == root ? T(0.5) / square_root(raw) : power_ * power(raw, power_ - 1);
-    return where(raw < delta, splat<V>(start), s);
-  }
-};
-// Calls f(a constant of the power's kind).
-template <Power P>
-struct Constant {
-  static constexpr Power value = P;
-};
-template <class F>
-PYL_INLINE void with_power(Power kind, F f) {
-  switch (kind) {
-    case linear:
-      return f(Constant<linear>{});
-    case squared:
-      return f(Constant<squared>{});
-    case root:
-      return f(Constant<root>{});
-    case general:
-      return f(Constant<general>{});
-  }
-}
-
 // (x - x_y) + mu, where a masked class is never an error
 template <class V>
 PYL_INLINE V raw_error(V x, Scalar<V> x_label, V mu) {
@@ -75,14 +27,14 @@ struct MarginSums {
   bool nan = false;
 };
 
-template <class T, Power P>
-void block_errors(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, MarginSums<T>& sums) {
+template <class T, class E>
+void block_errors(const E& h, const T* x, int64_t n, T x_label, T mu, const T* shift, MarginSums<T>& sums) {
   typedef typename Lanes<T>::V V;
   V s[4] = {}, m[4] = {};
   Int<V> nan[4] = {};
   over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
     V raw = raw_error(v, x_label, shift ? beside(shift, i, n) : splat<V>(mu));
-    V e = h.template value<P>(raw);
+    V e = h.value(raw);
     s[k] += e;
     m[k] = larger(e, m[k]);
     nan[k] |= raw != raw;
@@ -93,19 +45,19 @@ void block_errors(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, co
 }
 
 // `bits`, if given, takes which classes are kept. The row `next` numbers on is fetched meanwhile.
-template <class T, Power P>
-void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums,
-                  uint8_t* bits, int64_t next) {
+template <class T, class E>
+void block_select(const E& h, const T* x, int64_t n, T x_label, T mu, const T* shift, T t, MarginSums<T>& sums, uint8_t* bits,
+                  int64_t next) {
   typedef typename Lanes<T>::V V;
   V s[4] = {}, d[4] = {};
   Int<V> count[4] = {}, nan[4] = {};
   over_lanes(x, n, -infinity<T>(), [&](V v, int64_t i, int k) {
     fetch(x + next + i);
     V raw = raw_error(v, x_label, shift ? beside(shift, i, n) : splat<V>(mu));
-    V e = h.template value<P>(raw);
+    V e = h.value(raw);
     Int<V> kept = e >= t;
     s[k] += where(kept, e, V{});
-    if constexpr (P != linear) d[k] += where(kept, h.template slope<P>(raw), V{});
+    if constexpr (!E::flat) d[k] += where(kept, h.slope(raw), V{});
     count[k] -= kept;
     nan[k] |= raw != raw;
     if (bits) put_bits<T>(bits, i, bits_of<T>(kept));
@@ -113,7 +65,7 @@ void block_select(const Errors<T>& h, const T* x, int64_t n, T x_label, T mu, co
   sums.errors += sum_of((s[0] + s[1]) + (s[2] + s[3]));
   int64_t kept = static_cast<int64_t>(sum_of(__builtin_convertvector((count[0] + count[1]) + (count[2] + count[3]), V)));
   sums.count += kept;
-  sums.slopes += P == linear ? static_cast<double>(kept) : sum_of((d[0] + d[1]) + (d[2] + d[3]));
+  sums.slopes += E::flat ? static_cast<double>(kept) : sum_of((d[0] + d[1]) + (d[2] + d[3]));
   sums.nan |= any((nan[0] | nan[1]) | (nan[2] | nan[3]));
 }
 
@@ -123,18 +75,25 @@ constexpr T above_nothing() {
   return Lanes<T>::smallest;
 }
 
-// Bytes of a row's bits, one a class: with them the gradient of linear errors needs no second look at the logits. Rows start at
+// Bytes of a row's bits, one a class: with them the gradient of flat errors needs no second look at the logits. Rows start at
 // whole bytes, and vectors of 16 lanes write two.
 inline int64_t bytes_of_bits(int64_t classes) { return (classes + 15) / 16 * 2; }
 
-template <class T>
-void margin_forward(const Context<T>& c, Partial& total) {
+// Calls f(the formula, its errors) of the loss.
+template <class T, class F>
+void with_errors(const Context<T>& c, F f) {
+  visit_margin<void>(c.p.loss, [&](auto formula) {
+    formula.with_errors(own_of<decltype(formula)>(c.numbers), [&](const auto& h) { f(formula, h); });
+  });
+}
+
+template <class F, class E, class T>
+void margin_forward(F, const E& h, const Context<T>& c, Partial& total) {
   typedef typename Lanes<T>::V V;
-  Errors<T> h(c);
-  bool of_label = c.k.own[3] != 0, threshold = c.k.own[4] != 0;
+  MarginView<T> view = F::view(own_of<F>(c.numbers));
   Map<T> plain{1, 0, nullptr};
-  bool keep = c.stats && h.kind == linear;
-  auto make = [&] { return RowReader<T>(c, threshold); };
+  bool keep = c.stats && E::flat;
+  auto make = [&] { return RowReader<T>(c, view.threshold); };
   for_chunks(c.p, rows_per_chunk(c.p), &total, make, [&](RowReader<T>& x, int64_t begin, int64_t end, Partial& partial) {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
@@ -143,35 +102,32 @@ void margin_forward(const Context<T>& c, Partial& total) {
         continue;
       }
       x.seek(row);
-      T x_label = *x.raw(y, 1), t = above_nothing<T>(), mu = of_label && c.shift ? c.shift[y] : h.margin;
-      const T* shift = of_label ? nullptr : c.shift;
+      T x_label = *x.raw(y, 1), t = above_nothing<T>(), mu = view.of_label && c.shift ? c.shift[y] : view.margin;
+      const T* shift = view.of_label ? nullptr : c.shift;
       uint8_t* bits = keep ? c.bits() + row * bytes_of_bits(c.p.classes) : nullptr;
       MarginSums<T> kept;
       bool none = false;
-      with_power(h.kind, [&](auto power) {
-        if (threshold) {
-          MarginSums<T> all;
-          over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
-            block_errors<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, all);
-          });
-          kept.nan = all.nan;
-          none = all.max == 0;
-          T mean = not_below<T>(all.errors / static_cast<double>(c.p.classes));
-          t = mean < all.max ? mean : all.max;  // rounding may lift the mean over every error
-        }
-        if (none) return;
+      if (view.threshold) {
+        MarginSums<T> all;
         over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
-          block_select<T, power.value>(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept,
-                                       bits ? bits + j / 8 : nullptr, c.p.classes);
+          block_errors(h, v, n, x_label, mu, shift ? shift + j : nullptr, all);
         });
-      });
+        kept.nan = all.nan;
+        none = all.max == 0;
+        T mean = not_below<T>(all.errors / static_cast<double>(c.p.classes));
+        t = mean < all.max ? mean : all.max;  // rounding may lift the mean over every error
+      }
+      if (!none)
+        over_others(x, plain, y, [&](const T* v, int64_t j, int64_t n) {
+          block_select(h, v, n, x_label, mu, shift ? shift + j : nullptr, t, kept, bits ? bits + j / 8 : nullptr, c.p.classes);
+        });
       none = none || kept.count == 0;
       // A row with a NaN, or with every class masked, has no margin to speak of.
       bool nan = kept.nan || x_label != x_label || (none && x_label == -infinity<T>());
       T bad = nan ? static_cast<T>(__builtin_nan("")) : 0;
       RowWeights<T> w = c.weights(row, y);
       MarginRow<V> r{splat<V>(static_cast<T>(kept.errors) + bad), splat<V>(static_cast<T>(kept.count)), splat<V>(w.w)};
-      auto result = margin_formula<T>(c.p.loss, c.k, r);
+      MarginResult<V> result = F::row(own_of<F>(c.numbers), c.k, r);
       c.emit(row, w, result.loss[0], 0, partial);
       if (!c.stats) continue;
       c.stat(0, row) = t;
@@ -182,10 +138,14 @@ void margin_forward(const Context<T>& c, Partial& total) {
 }
 
 template <class T>
-void margin_backward(const Context<T>& c) {
+void margin_forward(const Context<T>& c, Partial& total) {
+  with_errors(c, [&](auto formula, const auto& h) { margin_forward(formula, h, c, total); });
+}
+
+template <class F, class E, class T>
+void margin_backward(F, const E& h, const Context<T>& c) {
   typedef typename Lanes<T>::V V;
-  Errors<T> h(c);
-  bool of_label = c.k.own[3] != 0;
+  MarginView<T> view = F::view(own_of<F>(c.numbers));
   struct Rows {
     RowReader<T> x;
     RowGradient<T> grad;
@@ -204,27 +164,29 @@ void margin_backward(const Context<T>& c) {
         continue;
       }
       factor *= c.upstream(row, w);
-      if (h.kind == linear) {
+      if (E::flat) {
         const uint8_t* bits = c.bits() + row * bytes_of_bits(c.p.classes);
         grad.choose(bits, factor);
         grad.put(y, -factor * c.stat(2, row));
         continue;
       }
       x.seek(row);
-      T x_label = *x.raw(y, 1), t = c.stat(0, row), mu = of_label && c.shift ? c.shift[y] : h.margin;
-      const T* shift = of_label ? nullptr : c.shift;
-      with_power(h.kind, [&](auto power) {
-        over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
-          grad.map(j, x.raw(j, n), n, [&](V v, int64_t i) {
-            V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
-            V e = h.template value<power.value>(raw);
-            return where(e >= t, factor * h.template slope<power.value>(raw), V{});
-          });
+      T x_label = *x.raw(y, 1), t = c.stat(0, row), mu = view.of_label && c.shift ? c.shift[y] : view.margin;
+      const T* shift = view.of_label ? nullptr : c.shift;
+      over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
+        grad.map(j, x.raw(j, n), n, [&](V v, int64_t i) {
+          V raw = raw_error(v, x_label, shift ? beside(shift + j, i, n) : splat<V>(mu));
+          V e = h.value(raw);
+          return where(e >= t, factor * h.slope(raw), V{});
         });
       });
       grad.put(y, -factor * c.stat(2, row));
     }
   });
+}
+template <class T>
+void margin_backward(const Context<T>& c) {
+  with_errors(c, [&](auto formula, const auto& h) { margin_backward(formula, h, c); });
 }
 
 }  // namespace PYL_ISA

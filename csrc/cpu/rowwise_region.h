@@ -15,12 +15,7 @@ struct RegionRows {
   Exponentials<T> kept;
 
   explicit RegionRows(const Context<T>& c)
-      : c(c),
-        ce(c.p.loss == id_dice_ce && c.p.scalars[dice_ce::ce_weight] != 0),
-        mapped(ce && c.mapped()),
-        smooth(ce && c.k.own[0] > 0),
-        rows(c),
-        kept(c.p.classes, true) {}
+      : c(c), ce(c.beside()), mapped(ce && c.mapped()), smooth(ce && c.softmax.smooth), rows(c), kept(c.p.classes, true) {}
   // Each piece has sums of its own: few pieces, little memory.
   static int64_t piece_rows(int64_t classes) { return 65536 / classes < 512 ? 512 : 65536 / classes; }
 
@@ -44,7 +39,7 @@ struct RegionRows {
     for (int64_t row = begin; row < end; ++row) {
       int64_t y = c.label(row);
       if (y < 0) {
-        for (int i = 0; partial && c.stats && i < c.saved_numbers(); ++i) c.stat(i, row) = 0;
+        for (int i = 0; partial && c.stats && i < c.saved_numbers; ++i) c.stat(i, row) = 0;
         continue;
       }
       rows.x.seek(row);
@@ -85,7 +80,7 @@ struct RegionRows {
       });
       one.spread = splat<V>(static_cast<T>(spread));
     }
-    auto result = softmax_formula<T>(id_cross_entropy, c.k, one);
+    auto result = softmax_formula(c.facts.softmax, c.numbers, c.k, one);
     c.emit(row, w, result.loss[0], result.extra[0], partial);
   }
 

@@ -159,30 +159,44 @@ int64_t number_to_class(const T& number) {
 }
 constexpr int64_t kNotCounted = -2;  // in the place of the first class of a row that has no gradient
 
+// Numbers that a row saves. A loss that tilts has its sums, with which its formula is evaluated again; another one the classes
+// around the selected ones.
+enum SelectSaved {
+  kMore,
+  kSecond,
+  kShares,
+  kLastClass,
+  kSideTop,  // of the softmax formula beside the loss: m and d
+  kSideSum,
+  kFirstClass = kSecond,
+  kClassBefore = kShares
+};
+
 // What all rows of a call share.
 template <class T>
 struct SelectCall {
   const Context<T>& c;
-  Scalars<double> k;
+  Batch<double> k;
   Selection plan;
-  bool ce;         // is cross-entropy a part of it?
-  Map<T> map;      // of the cross-entropy
+  bool ce;         // is there a cross-entropy, or another softmax formula, beside it?
+  T side_weight;   // what that is multiplied with
+  Map<T> map;      // of its logits
   double phi = 0;  // the batch's, once known
   double batch_slope = 0;
 
-  explicit SelectCall(const Context<T>& c) : c(c), ce(has_cross_entropy(c.p.loss)), map{1, 0, nullptr} {
-    for (int i = 0; i < kMaxScalars; ++i) k.own[i] = c.p.scalars[i];
-    k.classes = k.weight_sum = static_cast<double>(c.p.classes);
-    k.main = 1;
-    plan = selection_of(c.p.loss, k);
-    if (ce) map = cross_entropy_map(c);
-  }
+  explicit SelectCall(const Context<T>& c)
+      : c(c),
+        k{static_cast<double>(c.p.classes), static_cast<double>(c.p.classes), 1},
+        plan(selection_of(c.p.loss, c.p.numbers, k.classes)),
+        ce(c.facts.beside),
+        side_weight(static_cast<T>(c.parts.side)),
+        map(softmax_map(c)) {}
   bool shared() const { return map.identity(); }  // one set of exponentials serves the cross-entropy too
   // How p_j (x_j - m - mean) or p_j (p_j - mean) enters the gradient, by dL/dphi.
   double tilt(double slope) const { return slope * plan.phi_scale * (plan.kind == Uncertainty::variance ? -2 : -1); }
   template <class V>
   SelectResult<V> formula(const SelectRow<V>& r) const {
-    return select_formula<double>(c.p.loss, k, r);
+    return select_formula(c.p.loss, c.p.numbers, k, r);
   }
   SelectResult<vd> formula(double total, double own, double top, double p_top, double row_phi) const {
     return formula(SelectRow<vd>{splat<vd>(total), splat<vd>(own), splat<vd>(top), splat<vd>(p_top), splat<vd>(row_phi)});
@@ -193,7 +207,7 @@ struct SelectCall {
   double saved_shares(const RowSums& r, double saved) const { return plan.mass ? 1 - saved : shares(r, saved); }
   double shares(const RowSums& r, double beyond) const {
     if (plan.first > 0) return beyond;
-    return beyond + selected_class<double>(c.p.loss, k, splat<vd>(1 / r.d()), splat<vd>(r.m)).share[0];
+    return beyond + selected_class(c.p.loss, c.p.numbers, splat<vd>(1 / r.d()), splat<vd>(r.m)).share[0];
   }
   double phi_of(const RowSums& r) const { return plan.phi_scale * r.uncertainty(plan.kind); }
 };
@@ -278,8 +292,7 @@ struct SelectRows {
     ce.du_label = capped ? du[0] : call.map.scale;
   }
   void cross_entropy_loss(const RowWeights<T>& w, CrossEntropyRow<T>& ce) {
-    T z = c.k.own[3];
-    double log_d = __builtin_log(ce.d), lse = ce.m + log_d;
+    double log_d = __builtin_log(ce.d);
     if (c.p.soft) {
       double loss = 0, mass = 0;
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
@@ -287,11 +300,12 @@ struct SelectRows {
         loss += block_spread(u, q, n, static_cast<T>(ce.m), static_cast<T>(log_d));
         mass += mass_of(q, n);
       });
-      ce.loss = static_cast<T>(loss), ce.mass = static_cast<T>(mass), ce.extra = z > 0 ? static_cast<T>(z * lse * lse) : 0;
+      ce.mass = static_cast<T>(mass);
+      weigh(ce, static_cast<T>(loss), soft_formula_of(c, static_cast<T>(ce.m), static_cast<T>(ce.d), ce.mass).extra[0]);
       return;
     }
     SoftmaxRow<V> r = softmax_row<T>(ce.m, ce.d, ce.u_label, w.w);
-    if (c.k.own[0] > 0) {
+    if (c.softmax.smooth) {
       double spread = 0, rest = (r.s[0] > 0 ? log_d : ce.u_label - ce.m) + r.log_total()[0];
       over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
         const T* weights = c.weight ? c.weight + j : nullptr;
@@ -299,8 +313,11 @@ struct SelectRows {
       });
       r.spread = splat<V>(static_cast<T>(spread));
     }
-    auto result = softmax_formula<T>(id_cross_entropy, c.k, r);
-    ce.loss = result.loss[0], ce.extra = result.extra[0];
+    auto result = softmax_formula(c.facts.softmax, c.numbers, c.k, r);
+    weigh(ce, result.loss[0], result.extra[0]);
+  }
+  void weigh(CrossEntropyRow<T>& ce, T loss, T extra) const {
+    ce.loss = call.side_weight * loss, ce.extra = call.side_weight * extra;
   }
   static double mass_of(const T* q, int64_t n) {
     double mass = 0;
@@ -310,7 +327,7 @@ struct SelectRows {
   // As far as backward needs it.
   CrossEntropyRow<T> saved_cross_entropy(int64_t row, int64_t y) {
     CrossEntropyRow<T> ce;
-    ce.m = c.stat(4, row), ce.d = c.stat(5, row);
+    ce.m = c.stat(kSideTop, row), ce.d = c.stat(kSideSum, row);
     if (c.p.soft) {
       target.seek(row);
       double mass = 0;
@@ -324,6 +341,7 @@ struct SelectRows {
   }
   SoftmaxGradient<T> cross_entropy_gradient(const RowWeights<T>& w, T up, const CrossEntropyRow<T>& ce) const {
     T m = static_cast<T>(ce.m), d = static_cast<T>(ce.d);
+    up *= call.side_weight;
     if (c.p.soft) return soft_gradient_of(c, up, m, d, ce.mass);
     return gradient_of(up, m, d, formula_of(c, w, m, d, ce.u_label), ce.du_label, RowScale<T>());
   }
@@ -336,7 +354,7 @@ struct SelectRows {
       int n = picked_to - i < W ? picked_to - i : W;
       vd v = splat<vd>(-__builtin_inf());
       for (int k = 0; k < n; ++k) v[k] = rank.value[i + k];
-      SelectedClass<vd> s = selected_class<double>(c.p.loss, call.k, exp_below(v - r.m) / r.d(), v);
+      SelectedClass<vd> s = selected_class(c.p.loss, c.p.numbers, exp_below(v - r.m) / r.d(), v);
       for (int k = 0; k < n; ++k) beyond += s.share[k], own += s.own[k];
     }
   }
@@ -353,7 +371,7 @@ struct SelectRows {
     return selected ? value + own_part(g, p, v) : value;
   }
   double own_part(const SelectGradient<T>& g, double p, double v) const {
-    return g.each * selected_class<double>(c.p.loss, call.k, splat<vd>(p), splat<vd>(v)).own[0];
+    return g.each * selected_class(c.p.loss, c.p.numbers, splat<vd>(p), splat<vd>(v)).own[0];
   }
   void zero(int64_t row) {
     grad.seek(row);
@@ -477,7 +495,7 @@ void emit_batch(SelectCall<T>& call, const Partial& phis, const T* held, Partial
           T ce = call.ce ? held[2 * n + row] : 0, extra = call.ce ? held[3 * n + row] + loss : 0;
           if (call.ce) c.emit(row, w, ce, extra, sums);
           else c.emit(row, w, loss, 0, sums);
-          if (c.stats && call.ce && !c.counted(w, ce + extra)) c.stat(5, row) = kLeftOut;
+          if (c.stats && call.ce && !c.counted(w, ce + extra)) c.stat(kSideSum, row) = kLeftOut;
         }
       });
 }
@@ -510,18 +528,17 @@ void select_forward(const Context<T>& c, Partial& total) {
     rows.selected_sums(r, beyond, own);
     double shares = call.shares(r, beyond);
     if (c.stats) {
-      if (c.p.loss == id_tta) {
-        int before = plan.first - 1, last = plan.last;
-        c.stat(0, row) = static_cast<T>(r.more);
-        c.stat(1, row) = class_to_number<T>(rows.rank.index[0]);
-        c.stat(2, row) = class_to_number<T>(last > before ? rows.rank.index[before] : -1);
-        c.stat(3, row) = class_to_number<T>(last > before ? rows.rank.index[rows.picked_to - 1] : -1);
+      int before = plan.first - 1;
+      bool some = plan.last > before && rows.picked_to > 0;
+      c.stat(kMore, row) = static_cast<T>(r.more);
+      c.stat(kLastClass, row) = class_to_number<T>(some ? rows.rank.index[rows.picked_to - 1] : -1);
+      if (plan.tilts) {
+        c.stat(kSecond, row) = static_cast<T>(r.second), c.stat(kShares, row) = static_cast<T>(call.to_save(r, beyond));
       } else {
-        c.stat(0, row) = static_cast<T>(r.more), c.stat(1, row) = static_cast<T>(r.second);
-        c.stat(2, row) = static_cast<T>(call.to_save(r, beyond));
-        c.stat(3, row) = class_to_number<T>(rows.picked_to > 0 ? rows.rank.index[rows.picked_to - 1] : -1);
-        if (call.ce) c.stat(4, row) = static_cast<T>(ce.m), c.stat(5, row) = static_cast<T>(ce.d);
+        c.stat(kFirstClass, row) = class_to_number<T>(rows.rank.index[0]);
+        c.stat(kClassBefore, row) = class_to_number<T>(some && before >= 0 ? rows.rank.index[before] : -1);
       }
+      if (call.ce) c.stat(kSideTop, row) = static_cast<T>(ce.m), c.stat(kSideSum, row) = static_cast<T>(ce.d);
     }
     if (plan.batch) {
       hold(0, row) = static_cast<T>(shares), hold(1, row) = static_cast<T>(phi);
@@ -532,14 +549,14 @@ void select_forward(const Context<T>& c, Partial& total) {
     SelectResult<vd> result = call.formula(shares, own, r.m, 1 / r.d(), phi);
     if (result.mass[0] == 0) {  // filtered out
       c.emit_ignored(row);
-      if (c.stats) c.stat(1, row) = class_to_number<T>(kNotCounted);
+      if (c.stats) c.stat(kFirstClass, row) = class_to_number<T>(kNotCounted);
       return;
     }
     T loss = static_cast<T>(result.loss[0]);
     if (call.ce) c.emit(row, w, ce.loss, ce.extra + loss, sums);
     else c.emit(row, w, loss, 0, sums);
-    if (c.stats && c.p.loss == id_tta && !c.counted(w, loss)) c.stat(1, row) = class_to_number<T>(kNotCounted);
-    if (c.stats && call.ce && !c.counted(w, ce.loss + (ce.extra + loss))) c.stat(5, row) = kLeftOut;
+    if (c.stats && !plan.tilts && !c.counted(w, loss)) c.stat(kFirstClass, row) = class_to_number<T>(kNotCounted);
+    if (c.stats && call.ce && !c.counted(w, ce.loss + (ce.extra + loss))) c.stat(kSideSum, row) = kLeftOut;
     if (!c.ahead()) return;
     T up = c.upstream(row, w);
     SelectGradient<T> g = rows.gradient(r, result, up, rows.rank.index[0]);
@@ -556,16 +573,17 @@ void select_forward(const Context<T>& c, Partial& total) {
   if (plan.batch) emit_batch(call, phis, held.data, total);
 }
 
-// What forward saved of a row of ADR. The largest logit is not: it is one of the selected, which backward finds again.
+// What forward saved of a row of a loss that tilts. The largest logit is not: it is one of the selected, which backward finds
+// again.
 template <class T>
 RowSums saved_sums(const Context<T>& c, int64_t row) {
-  return {0, c.stat(0, row), c.stat(1, row)};
+  return {0, c.stat(kMore, row), c.stat(kSecond, row)};
 }
 
-// Has a row of ADR a gradient of its own?
+// Has a row of a loss that tilts a gradient of its own?
 template <class T>
 bool saved_as_counted(const SelectCall<T>& call, int64_t row, const RowWeights<T>& w, const SelectResult<vd>& result) {
-  return call.ce ? !(call.c.stat(5, row) < 0) : call.c.counted(w, static_cast<T>(result.loss[0]));
+  return call.ce ? !(call.c.stat(kSideSum, row) < 0) : call.c.counted(w, static_cast<T>(result.loss[0]));
 }
 
 // The batch's phi, and the derivative of the whole loss with respect to that of one row. Only statistics are read.
@@ -587,7 +605,8 @@ void begin_batch(SelectCall<T>& call) {
           int64_t y = c.label(row);
           if (y < 0) continue;
           RowWeights<T> w = c.weights(row, call.ce ? y : 0);
-          SelectResult<vd> result = call.formula(call.saved_shares(saved_sums(c, row), c.stat(2, row)), 0, 0, 0, call.phi);
+          SelectResult<vd> result =
+              call.formula(call.saved_shares(saved_sums(c, row), c.stat(kShares, row)), 0, 0, 0, call.phi);
           if (saved_as_counted(call, row, w, result)) sums.sum += static_cast<double>(c.upstream(row, w)) * result.slope[0];
         }
       });
@@ -602,16 +621,16 @@ void select_backward(const Context<T>& c) {
   auto make = [&] { return SelectRows<T>(call); };
   auto one_row = [&](SelectRows<T>& rows, int64_t row) {
     int64_t y = c.label(row);
-    int64_t first = c.p.loss == id_tta ? number_to_class(c.stat(1, row)) : 0;
+    int64_t first = plan.tilts ? 0 : number_to_class(c.stat(kFirstClass, row));
     if (y < 0 || first == kNotCounted) return rows.zero(row);
     RowWeights<T> w = c.weights(row, call.ce ? y : 0);
     T up = c.upstream(row, w);
     rows.x.seek(row);
-    int64_t last = number_to_class(c.stat(3, row));
+    int64_t last = number_to_class(c.stat(kLastClass, row));
     SelectGradient<T> g;
-    if (c.p.loss == id_tta) {
-      rows.find_picked(number_to_class(c.stat(2, row)), last);
-      RowSums r{first < 0 ? __builtin_nan("") : *rows.x.raw(first, 1), c.stat(0, row), 0};
+    if (!plan.tilts) {
+      rows.find_picked(number_to_class(c.stat(kClassBefore, row)), last);
+      RowSums r{first < 0 ? __builtin_nan("") : *rows.x.raw(first, 1), c.stat(kMore, row), 0};
       double beyond, own;
       rows.selected_sums(r, beyond, own);
       // Rows that the filter dropped are not here.
@@ -622,7 +641,7 @@ void select_backward(const Context<T>& c) {
       CrossEntropyRow<T> ce;
       if (call.ce) ce = rows.saved_cross_entropy(row, y);
       double phi = plan.batch ? call.phi : call.phi_of(r);
-      SelectResult<vd> result = call.formula(call.saved_shares(r, c.stat(2, row)), 0, 0, 0, phi);
+      SelectResult<vd> result = call.formula(call.saved_shares(r, c.stat(kShares, row)), 0, 0, 0, phi);
       bool counts = saved_as_counted(call, row, w, result);
       if (!counts && !plan.batch) return rows.zero(row);
       if (!counts) ce.d = 1;  // a sum again; its part of the gradient is 0

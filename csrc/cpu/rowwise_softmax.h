@@ -33,7 +33,7 @@ template <class T>
 struct OnlineSum {
   typedef typename Lanes<T>::V V;
   Moment kind;
-  T late;  // multiplies differences of logits: LogitNorm's u = late x may be large, their differences not
+  T late;  // multiplies differences of logits: normed rows' u = late x may be large, their differences not
   T m = -infinity<T>();
   double sum = 0, moment = 0;                               // of e^(u - m), and the second sum
   T centre() const { return m == -infinity<T>() ? 0 : m; }  // what exponentials are relative to
@@ -110,28 +110,16 @@ struct Exponentials {
   }
 };
 
-// LogitNorm's part of a row, n = |x|, from the norm of the classes beside the label, which is what is saved: with it
-//   dL/dx_y = dL/du_y scale (1 - (x_y^2 - mean x_y) / (n (n + eps)))
-// does not cancel when the label is most of the norm. A masked class takes no part.
+// A normed row's scale, in double.
 template <class T>
-struct RowScale {
-  double norm = 0, share = 1, drag = 0;  // share: what the norm leaves of the label's derivative; drag: of each x_j, per slope
-  T scale = 1;                           // 1 / (temperature (n + eps))
+using RowScale = RowNorm<T, double>;
+// Not inlined: a compiler that fuses its products one way in forward and another in backward would give two gradients.
+template <class T>
+__attribute__((noinline)) RowScale<T> row_scale(const Context<T>& c, T others, T x_label, T mean_x) {
+  return norm_formula<T, double>(c.p.loss, c.p.numbers, others, x_label, mean_x, 1);
+}
 
-  RowScale() = default;  // of other losses
-  // Not inlined: a compiler that fuses its products one way in forward and another in backward would give two gradients.
-  __attribute__((noinline)) RowScale(const Context<T>& c, T others, T x_label, T mean_x) {
-    double eps = c.p.scalars[1], rest = others, x = x_label == -infinity<T>() ? 0 : x_label;
-    norm = __builtin_sqrt(rest * rest + x * x);
-    scale = static_cast<T>(1 / (c.p.scalars[0] * (norm + eps)));
-    if (!(norm > 0)) return;
-    double square = norm * (norm + eps);
-    share = (rest * rest + norm * eps + mean_x * x) / square;
-    drag = (mean_x - x) * scale / square;
-  }
-};
-
-// |x| of a row and its largest logit, without the label's.
+// For normed rows: |x| of a row and its largest logit, without the label's.
 template <class T>
 struct OthersNorm {
   T norm = 0, top = -infinity<T>();
@@ -173,7 +161,7 @@ SoftmaxRow<typename Lanes<T>::V> softmax_row(double m, T d, double u_label, T w)
           splat<V>(static_cast<T>(lse))};
 }
 
-// Class probabilities of a row as weights q_j = w_j ((1 - eps) t_j + eps / C).
+// Class probabilities of a row as weights q_j = w_j (hit t_j + each).
 template <class T>
 struct SoftReader {
   const Context<T>& c;
@@ -184,17 +172,17 @@ struct SoftReader {
   const T* block(int64_t j, int64_t n) {
     int64_t stride = c.p.soft_layout.class_stride;
     load_as(c.p.soft_dtype, c.p.soft, at + j * stride, stride, n, buffer);
-    T eps = c.k.own[0], each = eps / c.k.classes;
+    T hit = c.softmax.hit, each = c.softmax.each;
     for (int64_t i = 0; i < n; ++i) {
-      T q = (1 - eps) * buffer[i] + each;
+      T q = hit * buffer[i] + each;
       buffer[i] = c.weight ? q * c.weight[j + i] : q;
     }
     return buffer;
   }
 };
 
-// What a row's gradient is made of: dL/du_j = slope e^(scale (u_j - m)) - pull w_j, `label` at the label, less drag x_j
-// (LogitNorm).
+// What a row's gradient is made of: dL/du_j = slope e^(scale (u_j - m)) - pull w_j, `label` at the label, less drag x_j (normed
+// rows).
 template <class T>
 struct SoftmaxGradient {
   T slope = 0, pull = 0, label = 0, drag = 0, m = 0, scale = 1;
@@ -204,8 +192,14 @@ struct SoftmaxGradient {
 // From the statistics that forward saves: with labels m and d are those of the other classes.
 template <class T>
 SoftmaxResult<typename Lanes<T>::V> formula_of(const Context<T>& c, const RowWeights<T>& w, double m, T d, double u_label) {
-  int formula = has_cross_entropy(c.p.loss) ? static_cast<int>(id_cross_entropy) : c.p.loss;
-  return softmax_formula<T>(formula, c.k, softmax_row<T>(m, d, u_label, w.w));
+  return softmax_formula(c.facts.softmax, c.numbers, c.k, softmax_row<T>(m, d, u_label, w.w));
+}
+// The same with class probabilities as the target; d is the sum over all classes.
+template <class T>
+SoftResult<typename Lanes<T>::V> soft_formula_of(const Context<T>& c, T m, T d, T mass) {
+  typedef typename Lanes<T>::V V;
+  T lse = m + static_cast<T>(__builtin_log(d));
+  return soft_formula(c.facts.softmax, c.numbers, c.k, SoftRow<V>{splat<V>(lse), splat<V>(mass)});
 }
 template <class T>
 SoftmaxGradient<T> gradient_of(T up, T m, T d, const SoftmaxResult<typename Lanes<T>::V>& result, T du_label,
@@ -219,14 +213,13 @@ SoftmaxGradient<T> gradient_of(T up, T m, T d, const SoftmaxResult<typename Lane
   g.slope = d == 0 ? g.slope * 0 : g.slope / d;  // no other class: nothing to push, unless the row is NaN
   return g;
 }
-// With class probabilities as the target.
 template <class T>
 SoftmaxGradient<T> soft_gradient_of(const Context<T>& c, T up, T m, T d, T mass) {
+  auto result = soft_formula_of(c, m, d, mass);
   SoftmaxGradient<T> g;
-  T lse = m + static_cast<T>(__builtin_log(d));
   g.counts = !(d < 0);
-  g.m = m, g.pull = up * c.k.main;
-  g.slope = up * (c.k.main * mass + 2 * c.k.own[3] * lse) / d;
+  g.m = m, g.pull = up * result.pull[0];
+  g.slope = up * result.slope[0] / d;
   return g;
 }
 
@@ -244,7 +237,7 @@ struct SoftmaxRows {
   alignas(64) T du[kBlock];
 
   explicit SoftmaxRows(const Context<T>& c)
-      : c(c), x(c, c.p.loss == id_logit_norm), target(c), grad(c), map(map_of(c)), kept(c), norm(c.p.loss == id_logit_norm) {}
+      : c(c), x(c, c.facts.normed), target(c), grad(c), map(softmax_map(c)), kept(c), norm(c.facts.normed) {}
 
   // u at the label, and du/dx there
   double at_label(int64_t y, T scale, T& slope) {
@@ -300,15 +293,15 @@ void soft_forward(SoftmaxRows<T>& rows, int64_t row, Partial& sums) {
   over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
     rows.kept.set_base(j, online.block(rows.x.mapped(rows.map, j, n), n, c.ahead() ? rows.kept.block(j) : nullptr));
   });
-  double log_d = __builtin_log(online.sum), lse = online.m + log_d, mass = 0, loss = 0;
+  double log_d = __builtin_log(online.sum), mass = 0, loss = 0;
   over_blocks(0, c.p.classes, [&](int64_t j, int64_t n) {
     const T *u = rows.x.mapped(rows.map, j, n), *q = rows.target.block(j, n);
     loss += block_spread(u, q, n, online.m, static_cast<T>(log_d));
     for (int64_t i = 0; i < n; ++i) mass += q[i];
   });
   RowWeights<T> w = c.weights(row, 0);
-  T z = c.k.own[3], d = static_cast<T>(online.sum);
-  T total = static_cast<T>(loss), extra = z > 0 ? static_cast<T>(z * lse * lse) : 0;
+  T d = static_cast<T>(online.sum), total = static_cast<T>(loss);
+  T extra = soft_formula_of(c, online.m, d, static_cast<T>(mass)).extra[0];
   c.emit(row, w, total, extra, sums);
   if (!c.stats) return;
   c.stat(0, row) = online.centre();
@@ -319,7 +312,7 @@ void soft_forward(SoftmaxRows<T>& rows, int64_t row, Partial& sums) {
 
 template <class T>
 void softmax_forward(const Context<T>& c, Partial& total) {
-  bool norm = c.p.loss == id_logit_norm, smooth = c.p.loss == id_cross_entropy && c.k.own[0] > 0;
+  bool norm = c.facts.normed, smooth = c.softmax.smooth;
   auto make = [&] { return SoftmaxRows<T>(c); };
   for_chunks(c.p, rows_per_chunk(c.p), &total, make, [&](SoftmaxRows<T>& rows, int64_t begin, int64_t end, Partial& sums) {
     RowReader<T>& x = rows.x;
@@ -339,7 +332,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       OthersNorm<T> found;
       if (norm) {
         found = OthersNorm<T>(x, y);
-        others = found.norm, scale = RowScale<T>(c, others, *x.raw(y, 1), 0).scale;
+        others = found.norm, scale = row_scale<T>(c, others, *x.raw(y, 1), 0).scale;
       }
       double u_label = rows.at_label(y, scale, du_label);
       OnlineSum<T> online(norm ? Moment::of_x : Moment::none, scale);
@@ -361,7 +354,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
         });
         r.spread = splat<typename Lanes<T>::V>(static_cast<T>(spread));
       }
-      auto result = softmax_formula<T>(c.p.loss, c.k, r);
+      auto result = softmax_formula(c.facts.softmax, c.numbers, c.k, r);
       c.emit(row, w, result.loss[0], result.extra[0], sums);
       if (!c.stats) continue;
       T mean_x = norm && online.sum != 0 ? static_cast<T>(online.moment / online.sum) : 0;
@@ -369,7 +362,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
       c.stat(1, row) = c.counted(w, result.loss[0] + result.extra[0]) ? d : kLeftOut;
       if (norm) c.stat(2, row) = others, c.stat(3, row) = mean_x;
       if (!c.ahead()) continue;
-      RowScale<T> scaled = norm ? RowScale<T>(c, others, *x.raw(y, 1), mean_x) : RowScale<T>();
+      RowScale<T> scaled = norm ? row_scale<T>(c, others, *x.raw(y, 1), mean_x) : RowScale<T>();
       rows.write(row, y, gradient_of(c.upstream(row, w), online.centre(), d, result, du_label, scaled));
     }
   });
@@ -377,7 +370,7 @@ void softmax_forward(const Context<T>& c, Partial& total) {
 
 template <class T>
 void softmax_backward(const Context<T>& c) {
-  bool norm = c.p.loss == id_logit_norm;
+  bool norm = c.facts.normed;
   auto make = [&] { return SoftmaxRows<T>(c); };
   for_chunks(c.p, rows_per_chunk(c.p), nullptr, make, [&](SoftmaxRows<T>& rows, int64_t begin, int64_t end, Partial&) {
     for (int64_t row = begin; row < end; ++row) {
@@ -394,7 +387,7 @@ void softmax_backward(const Context<T>& c) {
         rows.write(row, y, soft_gradient_of(c, up, m, d, c.stat(2, row)));
         continue;
       }
-      RowScale<T> scaled = norm ? RowScale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
+      RowScale<T> scaled = norm ? row_scale<T>(c, c.stat(2, row), *rows.x.raw(y, 1), c.stat(3, row)) : RowScale<T>();
       T du_label;
       double u_label = rows.at_label(y, scaled.scale, du_label);
       auto result = formula_of(c, w, static_cast<double>(m) * scaled.scale, d, u_label);

@@ -255,6 +255,8 @@ PYL_INLINE V log1p(V x) {
   V u = x + 1, d = u - 1;
   return where(d == 0, x, log(u) * (x / d));
 }
+PYL_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+PYL_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 template <class V>
 PYL_INLINE V square_root(V x) {
   for (unsigned i = 0; i < sizeof(V) / sizeof(Scalar<V>); ++i) x[i] = __builtin_sqrt(x[i]);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/call.h"
+#include "losses/facts_python.h"
 
 #if !defined(PYL_MODULE)
 #define PYL_MODULE _cuda
@@ -51,10 +52,10 @@ struct OnDevice {
   bool changed = false;
 };
 
-using Sizes = std::vector<int64_t>;
+using Lengths = std::vector<int64_t>;
 
 // The rows of an (N, C, *) tensor; neighbouring dimensions that can be walked as one are merged. False when four do not do.
-bool walk_of(const Sizes& shape, const Sizes& stride, Walk& w) {
+bool walk_of(const Lengths& shape, const Lengths& stride, Walk& w) {
   w = Walk();
   if (shape.size() == 1) {
     w.class_stride = stride[0];
@@ -77,7 +78,7 @@ bool walk_of(const Sizes& shape, const Sizes& stride, Walk& w) {
   w.narrow = rows <= std::numeric_limits<int32_t>::max();
   return true;
 }
-Walk must_walk(const Sizes& shape, const Sizes& stride) {
+Walk must_walk(const Lengths& shape, const Lengths& stride) {
   Walk w;
   if (!walk_of(shape, stride, w)) throw std::invalid_argument("the rows lie in more than four dimensions: pass a copy");
   return w;
@@ -91,16 +92,15 @@ P* at(uintptr_t address) {
 // A request with its shape, for the walk of the gradient.
 struct Problem {
   Request r{};
-  Sizes shape;
+  Lengths shape;
 
-  Problem(int loss, int dtype, uintptr_t x, const Sizes& shape, const Sizes& stride, uintptr_t y, int y_type,
-          int64_t ignore_index, uintptr_t soft, int soft_dtype, const Sizes& soft_stride, uintptr_t weight, uintptr_t shift,
-          uintptr_t factor, uintptr_t sample_weight, uintptr_t weight_sum, const std::vector<double>& scalars, int reduction,
+  Problem(int loss, int dtype, uintptr_t x, const Lengths& shape, const Lengths& stride, uintptr_t y, int y_type,
+          int64_t ignore_index, uintptr_t soft, int soft_dtype, const Lengths& soft_stride, uintptr_t weight, uintptr_t shift,
+          uintptr_t factor, uintptr_t sample_weight, uintptr_t weight_sum, const std::vector<double>& numbers, int reduction,
           double normalizer, uintptr_t normalizer_at)
       : shape(shape) {
-    if (loss < 0 || loss >= kLosses) throw std::invalid_argument("no such loss");
+    take_numbers(kFacts, loss, numbers, r.numbers);
     if (shape.empty() || shape.size() != stride.size()) throw std::invalid_argument("shape and strides do not fit");
-    if (scalars.size() > kMaxScalars) throw std::invalid_argument("too many scalars");
     int64_t classes = shape.size() == 1 ? shape[0] : shape[1];
     if (classes > (int64_t(1) << 30)) throw std::invalid_argument("too many classes");
     r.loss = loss, r.dtype = static_cast<Dtype>(dtype);
@@ -115,7 +115,6 @@ struct Problem {
     if (soft) r.soft_walk = must_walk(shape, soft_stride);
     r.weight = at<>(weight), r.shift = at<>(shift), r.factor = at<>(factor), r.sample_weight = at<>(sample_weight);
     r.weight_sum = at<>(weight_sum);
-    for (size_t i = 0; i < scalars.size(); ++i) r.scalars[i] = scalars[i];
     r.reduction = static_cast<Reduction>(reduction);
     r.normalizer = normalizer, r.normalizer_at = at<const double>(normalizer_at);
   }
@@ -128,10 +127,10 @@ struct Problem {
   case Family::family:       \
     return family##_backward(run, r);
 void launch(Run& run, const Request& r, bool backward) {
-  if (backward) switch (family_of(r.loss)) {
+  if (backward) switch (kFacts[r.loss].family) {
       PYL_FAMILIES(PYL_BACKWARD)
     }
-  switch (family_of(r.loss)) { PYL_FAMILIES(PYL_FORWARD) }
+  switch (kFacts[r.loss].family) { PYL_FAMILIES(PYL_FORWARD) }
 }
 #undef PYL_FORWARD
 #undef PYL_BACKWARD
@@ -164,28 +163,32 @@ void forward(const Problem& problem, uintptr_t out, uintptr_t saved, uintptr_t m
   r.out = at<>(out), r.saved = at<>(saved);
   go(r, false, memory, device, stream);
 }
-void backward(const Problem& problem, uintptr_t up, uintptr_t saved, uintptr_t grad, const Sizes& grad_stride, uintptr_t memory,
-              int device, uintptr_t stream) {
+void backward(const Problem& problem, uintptr_t up, uintptr_t saved, uintptr_t grad, const Lengths& grad_stride,
+              uintptr_t memory, int device, uintptr_t stream) {
   Request r = problem.r;
   r.up = at<>(up), r.saved = at<>(saved), r.grad = at<>(grad), r.grad_walk = must_walk(problem.shape, grad_stride);
   go(r, true, memory, device, stream);
 }
 
-py::dict losses() {
-  py::dict table;
-#define PYL_ENTRY(name, saved, ahead) table[#name] = py::make_tuple(static_cast<int>(id_##name), saved_by(id_##name), family);
-  const char* family = "softmax";
-  PYL_SOFTMAX_LOSSES(PYL_ENTRY)
-  family = "margin";
-  PYL_MARGIN_LOSSES(PYL_ENTRY)
-  family = "entropy";
-  PYL_ENTROPY_LOSSES(PYL_ENTRY)
-  family = "select";
-  PYL_SELECT_LOSSES(PYL_ENTRY)
-  family = "region";
-  PYL_REGION_LOSSES(PYL_ENTRY)
-#undef PYL_ENTRY
-  return table;
+// What forward saves: two divisors, the numbers of every row, and the region family's doubles: how many areas count, and two
+// coefficients of every area and class.
+py::tuple sizes(int loss, int dtype, const std::vector<double>& given, bool soft, bool shift) {
+  Request r{};
+  r.loss = loss, r.classes = 2, r.x = &r, r.shift = shift ? &r : nullptr;
+  take_numbers(kFacts, loss, given, r.numbers);
+  size_t number = static_cast<Dtype>(dtype) == Dtype::f64 ? sizeof(double) : sizeof(float);
+  const Facts& facts = kFacts[loss];
+  Sizes s;
+  s.fixed = 2 * number;
+  s.a_row = row_numbers(facts, soft) * number;
+  Call<double> c = call_of<double>(r);
+  s.weight_sum = c.view.smooth, s.second_divisor = c.two_divisors;
+  if (facts.family == Family::select && !selection_of(loss, r.numbers, 2).possible()) s.fixed = -1;
+  if (facts.family == Family::region) {
+    s.fixed += 2 * sizeof(double), s.a_class = 2 * sizeof(double);  // one is lost to alignment
+    s.shape = region_view(loss, r.numbers).by_image ? LossShape::classes_of_images : LossShape::classes;
+  }
+  return told(s);
 }
 
 int devices() {
@@ -200,14 +203,15 @@ int devices() {
 PYBIND11_MODULE(PYL_MODULE, m) {
   m.doc() = "CUDA kernels of pylosses. Called by pylosses/cuda.py with pointers that it has checked.";
   py::class_<Problem>(m, "Problem", "What forward and backward are both told, in the order of pylosses/cuda.py.")
-      .def(py::init<int, int, uintptr_t, const Sizes&, const Sizes&, uintptr_t, int, int64_t, uintptr_t, int, const Sizes&,
-                    uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, const std::vector<double>&, int, double,
-                    uintptr_t>());
-  m.def("losses", &losses, "Name -> (number, saved numbers of a row, family) of every formula.");
+      .def(py::init<int, int, uintptr_t, const Lengths&, const Lengths&, uintptr_t, int, int64_t, uintptr_t, int,
+                    const Lengths&, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, const std::vector<double>&, int,
+                    double, uintptr_t>());
+  m.def("losses", [] { return table_of(kFacts); }, "Name -> what is known of every formula, see losses/facts.h.");
+  m.def("sizes", &sizes, "What a call saves and gives, see pylosses/sizes.py.");
   m.def("devices", &devices, "How many devices there are.");
   m.def(
       "walks",
-      [](const Sizes& shape, const Sizes& stride) {
+      [](const Lengths& shape, const Lengths& stride) {
         Walk w;
         return walk_of(shape, stride, w);
       },

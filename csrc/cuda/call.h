@@ -49,7 +49,7 @@ struct Request {
   Walk soft_walk;
   const void *weight, *shift, *factor, *sample_weight;  // (C) and (rows), in the accumulation type; null when absent
   const void* weight_sum;                               // one number: of the class weights, where smoothing asks for it
-  double scalars[kMaxScalars];
+  double numbers[kMostOwn];                             // the loss's own
   Reduction reduction;
   double normalizer;            // negative when absent
   const double* normalizer_at;  // one that lies on the device, or null
@@ -82,7 +82,8 @@ struct Map {
 
 template <class T>
 struct Call {
-  int loss, classes;
+  int loss, softmax, classes;  // softmax: the softmax formula that the loss is, or that is beside it
+  bool normed;                 // has that normed rows?
   Reduction reduction;
   int64_t rows;
   const void* x;
@@ -95,9 +96,11 @@ struct Call {
   Dtype soft_dtype;
   Walk soft_walk;
   const T *weight, *shift, *factor, *sample, *weight_sum;
-  Scalars<T> k;
+  T numbers[kMostOwn];  // the loss's own
+  Batch<T> k;
+  SoftmaxView<T> view;
   Map<T> map;
-  bool smooth, two_divisors;  // cross-entropy with smoothing? with a term that has a divisor of its own?
+  bool two_divisors;
   T *out, *divisors, *stats;
   const T* up;
   void* grad;
@@ -114,23 +117,21 @@ struct Call {
 
 template <class T>
 Call<T> call_of(const Request& r) {
+  const Facts& facts = kFacts[r.loss];
   Call<T> c{};
-  c.loss = r.loss, c.classes = r.classes, c.reduction = r.reduction, c.rows = r.rows;
+  c.loss = r.loss, c.softmax = facts.softmax, c.normed = facts.normed, c.classes = r.classes, c.reduction = r.reduction,
+  c.rows = r.rows;
   c.x = r.x, c.x_walk = r.x_walk;
-  c.y = r.y, c.y_type = r.y_type, c.labels = r.y && !label_free(r.loss), c.ignore_index = r.ignore_index;
+  c.y = r.y, c.y_type = r.y_type, c.labels = r.y && facts.labels, c.ignore_index = r.ignore_index;
   c.soft = r.soft, c.soft_dtype = r.soft_dtype, c.soft_walk = r.soft_walk;
   c.weight = static_cast<const T*>(r.weight), c.shift = static_cast<const T*>(r.shift);
   c.factor = static_cast<const T*>(r.factor), c.sample = static_cast<const T*>(r.sample_weight);
   c.weight_sum = static_cast<const T*>(r.weight_sum);
-  for (int i = 0; i < kMaxScalars; ++i) c.k.own[i] = static_cast<T>(r.scalars[i]);
-  c.k.classes = c.k.weight_sum = static_cast<T>(r.classes);
-  c.k.main = 1;
-  c.map = {1, 0, nullptr};
-  if (has_cross_entropy(r.loss)) {
-    c.map = {static_cast<T>(1 / r.scalars[1]), c.k.own[2], c.shift};
-    c.smooth = r.scalars[0] > 0;
-    c.two_divisors = r.scalars[3] > 0 || r.loss == id_cross_entropy_adr;
-  }
+  for (int i = 0; i < kMostOwn; ++i) c.numbers[i] = static_cast<T>(r.numbers[i]);
+  c.k = {static_cast<T>(r.classes), static_cast<T>(r.classes), 1};
+  c.view = softmax_view(facts, c.numbers, c.k.classes);
+  c.map = {c.view.scale, c.view.cap, c.view.shifted ? c.shift : nullptr};
+  c.two_divisors = has_second_divisor(facts, c.view);
   c.out = static_cast<T*>(r.out);
   c.divisors = static_cast<T*>(r.saved);
   c.stats = r.saved ? c.divisors + 2 : nullptr;
@@ -202,35 +203,24 @@ inline void check_launch() {
     }                                                                                                   \
   } while (0)
 
-// Numbers that a row saves for backward; class probabilities add one.
-constexpr int saved_by(int loss) {
-  switch (loss) {
-    case id_logit_norm:
-      return 4;
-    case id_hem:
+// Numbers that a row saves for backward: what the kernels of its family save.
+inline int row_numbers(const Facts& facts, bool soft) {
+  switch (facts.family) {
+    case Family::softmax:
+      return facts.normed ? 4 : soft ? 3 : 2;
+    case Family::margin:
       return 3;
-    case id_entropy:
+    case Family::entropy:
       return 4;
-    case id_tta:
-    case id_adr:
-      return 7;
-    case id_cross_entropy_adr:
-      return 9;
-    case id_dice:
-      return 3;
-    case id_dice_ce:
-      return 5;
+    case Family::select:  // SelectSaved
+      return 7 + (facts.beside ? 2 : 0) + (soft ? 1 : 0);
+    case Family::region:  // RegionSaved
+      return facts.beside ? 5 : 3;
   }
-  return 2;
+  return 0;
 }
-#define PYL_NAMED(name, saved, ahead) &&saved_by(id_##name) > 2
-static_assert(true PYL_MARGIN_LOSSES(PYL_NAMED), "a margin loss saves three numbers a row: name it in saved_by");
-static_assert(true PYL_ENTROPY_LOSSES(PYL_NAMED), "an entropy loss saves four numbers a row: name it in saved_by");
-static_assert(true PYL_SELECT_LOSSES(PYL_NAMED), "a select loss saves seven numbers a row or more: name it in saved_by");
-#undef PYL_NAMED
 
 // What each family's .cu defines.
-#define PYL_FAMILIES(X) X(softmax) X(margin) X(entropy) X(select) X(region)
 #define PYL_DECLARE_FAMILY(family)             \
   void family##_forward(Run&, const Request&); \
   void family##_backward(Run&, const Request&);

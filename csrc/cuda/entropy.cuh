@@ -9,7 +9,7 @@ template <class T>
 PYL_DEVICE void end_row(const Call<T>& c, const Place& p, Label label, const Moments<T>& s, Totals<T>& totals) {
   Weights<T> w = weights_of(c, p, label);
   T more = s.more(), d = 1 + more, mu = s.moment / d;
-  EntropyResult<T> result = entropy_formula(c.loss, c.k, EntropyRow<T>{log1p(more) - mu});
+  EntropyResult<T> result = entropy_formula(c.loss, c.numbers, c.k, EntropyRow<T>{log1p(more) - mu});
   label.live = label.live && result.mass != 0;
   w.mass = result.mass;
   emit(c, p, label, w, result.loss, T(0), totals);

@@ -6,11 +6,17 @@
 
 namespace PYL_ISA {
 
-// h(raw), and its slope from both; a masked class, the label and what is no class have raw = -inf.
-template <class T>
-struct Errors {
-  T power, delta, start;  // start: the slope below delta
-  const T* margins;       // of each class, or null: `margin` then is every class's
+// What the kernels of this family know besides the call. They are templates of the formula F: its errors are in the inner loop.
+template <class F, class T>
+struct MarginPlan {
+  MarginView<T> view;
+  typename F::template Errors<T> errors;
+};
+// The raw errors of a row; a masked class, the label and what is no class have raw = -inf.
+template <class E, class T>
+struct RowErrors {
+  const E& h;
+  const T* margins;  // of each class, or null: `margin` then is every class's
   T margin, x_label;
   int y;
 
@@ -18,31 +24,14 @@ struct Errors {
     if (x == -infinity<T>() || j == y) return -infinity<T>();
     return (x - x_label) + (margins ? margins[j] : margin);
   }
-  PYL_DEVICE T value(T raw) const {
-    if (!(raw > 0)) return 0;
-    if (power == 1) return raw;
-    if (power == 2) return raw * raw;
-    if (raw < delta) return start * raw;
-    return power == T(0.5) ? square_root(raw) : PYL_ISA::power(raw, power);
-  }
-  PYL_DEVICE T slope(T raw, T e) const {  // raw > 0
-    if (power == 1) return 1;
-    if (power == 2) return 2 * raw;
-    if (raw < delta) return start;
-    if (power == T(0.5)) return T(0.5) / e;
-    return e < infinity<T>() ? power * (e / raw) : power > 1 ? e : T(0);
-  }
+  PYL_DEVICE T value(T raw) const { return h.value(raw); }
+  PYL_DEVICE T slope(T raw) const { return h.slope(raw); }
 };
-template <class T>
-PYL_DEVICE Errors<T> errors_of(const Call<T>& c, const Label& label, T x_label) {
-  Errors<T> h;
-  bool of_label = c.k.own[3] != 0;
-  h.power = c.k.own[1], h.delta = h.power < 1 ? c.k.own[2] : T(0);
-  h.start = h.delta > 0 ? power(h.delta, h.power - 1) : T(0);
-  h.margins = of_label ? nullptr : c.shift;
-  h.margin = of_label && c.shift && label.live ? c.shift[label.y] : c.k.own[0];
-  h.x_label = x_label, h.y = label.y;
-  return h;
+template <class F, class T>
+PYL_DEVICE RowErrors<typename F::template Errors<T>, T> errors_of(const Call<T>& c, const MarginPlan<F, T>& plan,
+                                                                  const Label& label, T x_label) {
+  bool own = plan.view.of_label && c.shift && label.live;
+  return {plan.errors, plan.view.of_label ? nullptr : c.shift, own ? c.shift[label.y] : plan.view.margin, x_label, label.y};
 }
 
 // All errors of a row: what the threshold is made of. Comparisons drop NaN, so it is kept apart.
@@ -50,8 +39,8 @@ template <class T>
 struct ErrorSums {
   double total = 0;
   T largest = 0, nans = 0;
-  template <class Chunk>
-  PYL_DEVICE void add(const Errors<T>& h, const Chunk& x) {
+  template <class E, class Chunk>
+  PYL_DEVICE void add(const RowErrors<E, T>& h, const Chunk& x) {
     T sum = 0;
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
@@ -74,15 +63,15 @@ struct ErrorSums {
 template <class T>
 struct KeptSums {
   T errors = 0, count = 0, slopes = 0, nans = 0;
-  template <class Chunk>
-  PYL_DEVICE void add(const Errors<T>& h, T t, const Chunk& x) {
+  template <class E, class Chunk>
+  PYL_DEVICE void add(const RowErrors<E, T>& h, T t, const Chunk& x) {
     T sum = 0, of_slopes = 0;
 #pragma unroll
     for (int i = 0; i < Chunk::kCount; ++i) {
       T raw = x.has(i) ? h.raw(x.x[i], x.at(i)) : -infinity<T>(), e = h.value(raw);
       nans += raw != raw ? T(1) : T(0);
       if (!(e >= t && e > 0)) continue;
-      sum += e, count += 1, of_slopes += h.slope(raw, e);
+      sum += e, count += 1, of_slopes += h.slope(raw);
     }
     errors += sum, slopes += of_slopes;
   }
@@ -94,7 +83,7 @@ struct KeptSums {
   }
 };
 
-template <class T>
+template <class F, class T>
 PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, const KeptSums<T>& kept, bool nans, T t,
                         T x_label, Totals<T>& totals) {
   Weights<T> w = weights_of(c, p, label);
@@ -102,7 +91,7 @@ PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, co
   // A row with a NaN, or with every class masked, has no margin to speak of.
   bool lost = nans || kept.nans != 0 || x_label != x_label || (none && x_label == -infinity<T>());
   T bad = lost ? nan<T>() : T(0);
-  MarginResult<T> result = margin_formula(c.loss, c.k, MarginRow<T>{kept.errors + bad, kept.count, w.w});
+  MarginResult<T> result = F::row(own_of<F>(c.numbers), c.k, MarginRow<T>{kept.errors + bad, kept.count, w.w});
   emit(c, p, label, w, result.loss, T(0), totals);
   save(c, p, 0, t, label.live);
   save(c, p, 1, none ? bad : result.factor + bad, label.live);
@@ -118,9 +107,9 @@ PYL_DEVICE ErrorSums<T> fetch_errors(const Call<T>& c, int part, int64_t row) {
   return all;
 }
 
-template <class D, class G>
+template <class F, class D, class G>
 PYL_KERNEL(G::kThreads)
-margin_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
+margin_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER MarginPlan<F, Accumulate<D>> plan) {
   typedef Accumulate<D> T;
   G g(c.width);
   Totals<T> totals;
@@ -131,9 +120,9 @@ margin_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
     const D* row = logits_of<D>(c, p);
     int64_t stride = c.x_walk.class_stride;
     T x_label = logit_at(row, stride, label.y, label.live), t = 0;
-    Errors<T> h = errors_of(c, label, x_label);
+    auto h = errors_of(c, plan, label, x_label);
     bool nans = false;
-    if (c.k.own[4] != 0) {
+    if (plan.view.threshold) {
       ErrorSums<T> all;
       if (c.phase == 0) {
         visit(g, row, stride, mine, [&](const auto& x) { all.add(h, x); });
@@ -158,14 +147,14 @@ margin_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
     visit(g, row, stride, mine, [&](const auto& x) { kept.add(h, t, x); });
     kept.merge(g);
     if (g.rank) return;
-    if (c.parts == 1) return end_row(c, p, label, kept, nans, t, x_label, totals);
+    if (c.parts == 1) return end_row<F>(c, p, label, kept, nans, t, x_label, totals);
     const T v[6] = {kept.errors, kept.count, kept.slopes, kept.nans + (nans ? T(1) : T(0)), t, x_label};
     for (int i = 0; i < 6; ++i) part_number(c, c.second_parts, i, p.part, p.row) = v[i];
   });
   if (c.parts == 1) leave(c, totals);
 }
 
-template <class T>
+template <class F, class T>
 PYL_KERNEL(kLanesThreads)
 margin_parts(PYL_PARAMETER Call<T> c) {
   Lanes g(kWarp);
@@ -184,14 +173,14 @@ margin_parts(PYL_PARAMETER Call<T> c) {
       }
     }
     kept.merge(g);
-    if (g.rank == 0) end_row(c, p, label, kept, false, t, x_label, totals);
+    if (g.rank == 0) end_row<F>(c, p, label, kept, false, t, x_label, totals);
   });
   leave(c, totals);
 }
 
-template <class D, class G>
+template <class F, class D, class G>
 PYL_KERNEL(G::kThreads)
-margin_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
+margin_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER MarginPlan<F, Accumulate<D>> plan) {
   typedef Accumulate<D> T;
   G g(c.width);
   over_tiles(g, c, [&](const Place& p) {
@@ -203,24 +192,31 @@ margin_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
     T fill = lost ? nan<T>() : T(0);
     const D* row = logits_of<D>(c, p);
     int64_t stride = c.x_walk.class_stride;
-    Errors<T> h = errors_of(c, label, logit_at(row, stride, label.y, live));
+    auto h = errors_of(c, plan, label, logit_at(row, stride, label.y, live));
     factor *= upstream_of(c, p, label, w).up;
     T at_label = -factor * slopes;
     rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i) {
         T raw = live && x.has(i) ? h.raw(x.x[i], x.at(i)) : -infinity<T>(), e = h.value(raw);
-        T v = e >= t && e > 0 ? factor * h.slope(raw, e) : T(0);
+        T v = e >= t && e > 0 ? factor * h.slope(raw) : T(0);
         value[i] = !live ? fill : x.at(i) == label.y ? at_label : v;
       }
     });
   });
 }
 
-template <class D>
+template <class F, class T>
+MarginPlan<F, T> plan_of(const Call<T>& c) {
+  const auto& own = own_of<F>(c.numbers);
+  return {F::view(own), typename F::template Errors<T>(own)};
+}
+
+template <class F, class D>
 void forward_margin(Run& run, const Request& r) {
   typedef Accumulate<D> T;
   Call<T> c = call_of<T>(r);
+  MarginPlan<F, T> plan = plan_of<F>(c);
   Shape shape = shape_of(r), end = shape.parts > 1 ? shape_of_parts(r) : shape;
   set_shape(c, shape);
   c.partial = run.take<double>(4 * static_cast<int64_t>(end.blocks()));
@@ -228,25 +224,35 @@ void forward_margin(Run& run, const Request& r) {
     c.first_parts = run.take<T>(2 * shape.parts * r.rows);
     c.part_totals = run.take<double>(shape.parts * r.rows);
     c.second_parts = run.take<T>(6 * shape.parts * r.rows);
-    if (r.scalars[4] != 0) {
-      PYL_RUN_ROWS(run, margin_rows, D, shape, c);
+    if (plan.view.threshold) {
+      PYL_RUN_ROWS(run, margin_rows, PYL_TYPES(F, D), shape, c, plan);
       c.phase = 1;
     }
   }
-  PYL_RUN_ROWS(run, margin_rows, D, shape, c);
+  PYL_RUN_ROWS(run, margin_rows, PYL_TYPES(F, D), shape, c, plan);
   if (shape.parts > 1) {
-    auto kernel = margin_parts<T>;
+    auto kernel = margin_parts<F, T>;
     PYL_RUN(run, kernel, end.blocks(), end.threads, c);
   }
   finish(run, r, c, end.blocks());
 }
 
-template <class D>
+template <class F, class D>
 void backward_margin(Run& run, const Request& r) {
   Call<Accumulate<D>> c = call_of<Accumulate<D>>(r);
+  MarginPlan<F, Accumulate<D>> plan = plan_of<F>(c);
   Shape shape = shape_of(r);
   set_shape(c, shape);
-  PYL_RUN_ROWS(run, margin_gradient, D, shape, c);
+  PYL_RUN_ROWS(run, margin_gradient, PYL_TYPES(F, D), shape, c, plan);
+}
+
+template <class D>
+void forward_margin(Run& run, const Request& r) {
+  visit_margin<void>(r.loss, [&](auto f) { forward_margin<decltype(f), D>(run, r); });
+}
+template <class D>
+void backward_margin(Run& run, const Request& r) {
+  visit_margin<void>(r.loss, [&](auto f) { backward_margin<decltype(f), D>(run, r); });
 }
 
 }  // namespace PYL_ISA

@@ -25,8 +25,8 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
     Sums<T> s, other;
     Candidate<T> leader;
     visit(g, row, stride, mine, [&](const auto& x) {
-      s.add(c, plain, c.smooth && plan.ce && !plan.mapped, x, label.y, T(1), false, 0);
-      if (plan.mapped) other.add(c, c.map, c.smooth, x, label.y, T(1), false, 0);
+      s.add(c, plain, c.view.smooth && plan.ce && !plan.mapped, x, label.y, T(1), false, 0);
+      if (plan.mapped) other.add(c, c.map, c.view.smooth, x, label.y, T(1), false, 0);
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i)
         if (x.has(i) && x.at(i) != label.y) leader.offer(x.x[i], x.at(i));
@@ -47,7 +47,7 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
       to[kHit * c.rows] = w.s * hit, to[kMissed * c.rows] = w.s * miss;
       if (plan.faint) to[kLogShare * c.rows] = -log(s.d) - softmax_row(s.m, s.d, x_label, T(1), T(1)).nll_miss();
       if (plan.ce) {
-        RowLoss<T> ce = loss_of(c, id_cross_entropy, other, c.map(x_label, label.y), T(1), w);
+        RowLoss<T> ce = loss_of(c, other, c.map(x_label, label.y), T(1), w);
         totals.v[0] += weighted(w.s, ce.loss), totals.v[1] += w.s * w.mass;
         totals.v[2] += weighted(w.s, ce.extra), totals.v[3] += w.s;
       }
@@ -55,7 +55,7 @@ region_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Accumu
     save(c, p, kOthersTop, s.m, label.live);
     save(c, p, kOthersSum, s.d, label.live);
     save(c, p, kLeader, number_of(leader.at, T(0)), label.live);
-    if (c.loss == id_dice_ce) save(c, p, kCeTop, other.m, label.live), save(c, p, kCeSum, other.d, label.live);
+    if (plan.beside) save(c, p, kCeTop, other.m, label.live), save(c, p, kCeSum, other.d, label.live);
   });
   leave_totals(c.partial, totals);
 }
@@ -98,9 +98,9 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
     if (plan.ce && live) {
       Weights<T> w = weights_of(c, p, label);
       Upstream<T> up = upstream_of(c, p, label, w);
-      up.up *= static_cast<T>(plan.ce_weight);
+      up.up *= static_cast<T>(plan.parts.side);
       T du_label, u_label = c.map.with_slope(x_label, y, du_label);
-      to = gradient_of(c, id_cross_entropy, c.stat(kCeTop, p.row), c.stat(kCeSum, p.row), u_label, T(1), w, up);
+      to = gradient_of(c, c.stat(kCeTop, p.row), c.stat(kCeSum, p.row), u_label, T(1), w, up);
       at_label += to.label * du_label;
     }
     rewrite(g, row, stride, gradient_of<D>(c, p), c.grad_walk.class_stride, live, p, [&](const auto& x, T(&value)[kChunk<D>]) {
@@ -112,7 +112,7 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
         T v = exp(x.x[i] - m) * (gain * (push[j] - top) + offset);
         if (plan.ce) {
           T du, ce = to.slope * exp(c.map.with_slope(x.x[i], j, du) - to.base);
-          if (c.smooth) ce -= to.pull * target_weight(c, 0, j);
+          if (c.view.smooth) ce -= to.pull * target_weight(c, 0, j);
           v += ce * du;
         }
         value[i] = j == y ? at_label : v;
@@ -124,22 +124,21 @@ region_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER RegionPlan<Ac
 template <class T>
 RegionPlan<T> region_of(const Request& r) {
   RegionPlan<T> plan{};
-  bool both = r.loss == id_dice_ce;
-  const double* own = r.scalars + (both ? dice_ce::first : dice::first);
-  plan.dice_weight = both ? r.scalars[dice_ce::dice_weight] : 1, plan.ce_weight = both ? r.scalars[dice_ce::ce_weight] : 0;
-  plan.smooth = own[0], plan.by_image = own[1] != 0, plan.absent = static_cast<int>(own[2]);
-  plan.ce = plan.ce_weight != 0;
-  plan.mapped = plan.ce && (r.scalars[1] != 1 || r.scalars[2] != 0 || r.shift);
-  plan.faint = plan.smooth == 0 && plan.absent != dice::zero;
-  plan.areas = plan.by_image ? r.images : 1, plan.area_rows = r.rows / plan.areas;
-  plan.weight = both ? nullptr : static_cast<const T*>(r.weight);  // cross-entropy's
+  Call<T> c = call_of<T>(r);
+  for (int i = 0; i < kMostOwn; ++i) plan.loss_numbers[i] = r.numbers[i];
+  plan.view = region_view(r.loss, r.numbers), plan.parts = parts_of(r.loss, r.numbers);
+  plan.beside = kFacts[r.loss].beside, plan.ce = plan.beside && plan.parts.side != 0;
+  plan.mapped = plan.ce && is_mapped(c.view, r.shift);
+  plan.faint = plan.view.smooth == 0 && plan.view.absent != Absent::zero;
+  plan.areas = plan.view.by_image ? r.images : 1, plan.area_rows = r.rows / plan.areas;
+  plan.weight = plan.beside ? nullptr : c.weight;  // the softmax formula's
   int64_t most = kRegionDoubles / (plan.areas * r.classes * kRegionSums);
   most = most < 1 ? 1 : most < kMostChunks ? most : kMostChunks;
   int64_t each = (plan.area_rows + most - 1) / most;
   plan.chunk_rows = each < kFewestRows ? kFewestRows : each;
   plan.chunks = (plan.area_rows + plan.chunk_rows - 1) / plan.chunk_rows;
   if (r.saved) {
-    int64_t numbers = 2 + r.rows * saved_by(r.loss);  // whole pairs, so that doubles are aligned
+    int64_t numbers = 2 + r.rows * row_numbers(kFacts[r.loss], false);  // whole pairs, so that doubles are aligned
     plan.counted = reinterpret_cast<double*>(static_cast<T*>(r.saved) + (numbers + 1) / 2 * 2);
     plan.pushes = plan.counted + 1;
   }
@@ -158,7 +157,7 @@ void forward_region(Run& run, const Request& request) {
   typedef Accumulate<D> T;
   Request r = request;
   RegionPlan<T> plan = region_of<T>(r);
-  if (!r.saved) r.saved = run.take<T>(2 + r.rows * saved_by(r.loss));  // the sums are made of it
+  if (!r.saved) r.saved = run.take<T>(2 + r.rows * row_numbers(kFacts[r.loss], false));  // the sums are made of it
   Call<T> c = call_of<T>(r);
   Shape shape = region_shape(r);
   set_shape(c, shape);

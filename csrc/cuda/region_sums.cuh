@@ -11,11 +11,12 @@ enum RegionSum { kHits, kMisses, kStrays, kLargest, kRegionSums };       // of a
 // What the kernels of this family know besides the call.
 template <class T>
 struct RegionPlan {
-  double smooth, dice_weight, ce_weight;
-  int absent;
-  bool ce, mapped;  // is there a cross-entropy? Of other logits than Dice's?
+  double loss_numbers[kMostOwn];
+  RegionView view;
+  Parts parts;
+  bool beside, ce;  // is there a cross-entropy, or another softmax formula, beside it? Does it weigh anything?
+  bool mapped;      // is its u something else than the logits?
   bool faint;       // does it matter whether a class without a target has any mass?
-  bool by_image;
   int64_t areas, area_rows, chunks, chunk_rows;
   const T* weight;   // of the classes
   T* numbers;        // (kRegionNumbers, rows)
@@ -176,11 +177,11 @@ region_areas(PYL_PARAMETER Call<T> c, PYL_PARAMETER RegionPlan<T> plan) {
     double v[2] = {0, 0};  // loss, weight
     for (int j = g.rank; j < c.classes; j += g.size) {
       RegionClass one = class_of_area(plan, from + j);
-      RegionResult r = dice::of_class(plan.smooth, one);
-      if (!some || (plan.absent == dice::zero && !one.present())) r = {0, 0, 0};
+      RegionResult r = region_formula(c.loss, plan.loss_numbers, one);
+      if (!some || (plan.view.absent == Absent::zero && !one.present())) r = {0, 0, 0};
       double w = plan.weight && !none ? static_cast<double>(plan.weight[j]) : 1.0;
       if (none) c.out[from + j] = static_cast<T>(r.loss) + bad;
-      else if (plan.absent == dice::exclude ? !one.present() : !some) w = 0;
+      else if (plan.view.absent == Absent::exclude ? !one.present() : !some) w = 0;
       if (w == 0) r = {0, 0, 0};
       v[0] += w * r.loss, v[1] += w;
       if (plan.pushes) plan.pushes[2 * (from + j)] = w * r.push, plan.pushes[2 * (from + j) + 1] = w * r.pull;
@@ -213,8 +214,8 @@ region_loss(PYL_PARAMETER Call<T> c, PYL_PARAMETER RegionPlan<T> plan) {
     c.divisors[0] = none ? T(1) : static_cast<T>(mass), c.divisors[1] = none ? T(1) : static_cast<T>(extra_mass);
   }
   if (c.reduction == Reduction::none) return;
-  double loss = plan.dice_weight * (mean && v[1] > 0 ? v[0] / v[1] : v[0]);
-  if (plan.ce) loss += plan.ce_weight * ((mass != 0 ? rows / mass : 0) + (extra_mass != 0 ? plan.of_rows[2] / extra_mass : 0));
+  double loss = plan.parts.main * (mean && v[1] > 0 ? v[0] / v[1] : v[0]);
+  if (plan.ce) loss += plan.parts.side * ((mass != 0 ? rows / mass : 0) + (extra_mass != 0 ? plan.of_rows[2] / extra_mass : 0));
   *c.out = static_cast<T>(rows == rows ? loss : rows);  // a bad label shows
 }
 
@@ -226,7 +227,7 @@ region_factors(PYL_PARAMETER Call<T> c, PYL_PARAMETER RegionPlan<T> plan) {
   Block g(0);
   bool none = c.reduction == Reduction::none, mean = c.reduction == Reduction::mean;
   double counted = mean && *plan.counted > 0 ? *plan.counted : 1;
-  double factor = none ? 1 : static_cast<double>(c.up[0]) * plan.dice_weight / counted;
+  double factor = none ? 1 : static_cast<double>(c.up[0]) * plan.parts.main / counted;
   for (int64_t area = blockIdx.x; area < plan.areas; area += gridDim.x) {
     int64_t from = area * c.classes;
     double low[1] = {infinity<double>()}, high[1] = {-infinity<double>()};

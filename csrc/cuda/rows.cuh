@@ -149,8 +149,8 @@ PYL_DEVICE Upstream<T> upstream_of(const Call<T>& c, const Place& p, const Label
 
 // What a formula knows of the call, on the device.
 template <class T>
-PYL_DEVICE Scalars<T> scalars_of(const Call<T>& c, T main) {
-  Scalars<T> k = c.k;
+PYL_DEVICE Batch<T> batch_of(const Call<T>& c, T main) {
+  Batch<T> k = c.k;
   if (c.weight_sum) k.weight_sum = *c.weight_sum;
   k.main = main;
   return k;
@@ -162,7 +162,8 @@ void finish(Run& run, const Request& r, const Call<T>& c, unsigned blocks);
 // The same without a division: four doubles.
 void add_partials(Run& run, const double* partial, unsigned blocks, double* result);
 
-// Launches a kernel that is a template of the logits' type and the group.
+// Launches a kernel that is a template of the logits' type, or of PYL_TYPES(what else, that), and the group.
+#define PYL_TYPES(...) __VA_ARGS__
 #define PYL_RUN_ROWS(run, kernel, D, shape, ...)                              \
   do {                                                                        \
     if ((shape).walkers == Walkers::lanes) {                                  \

@@ -27,7 +27,7 @@ select_rows(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Accumu
       s.add(x);
 #pragma unroll
       for (int i = 0; i < kChunk<D>; ++i) best.offer(x.x[i], x.at(i));
-      if (plan.ce) other.add(c, c.map, c.smooth || c.soft, x, y, T(1), false, target);
+      if (plan.ce) other.add(c, c.map, c.view.smooth || c.soft, x, y, T(1), false, target);
     });
     s.merge(g);
     if (plan.ce) other.merge(g, T(1));
@@ -114,12 +114,13 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
       if (plan.batch) tilt *= static_cast<T>(*plan.batch_slope / plan.batch_sums[1]);
       at_first = to[kAtFirst * c.rows] + tilt * to[kTiltAtFirst * c.rows];
       first = class_of(c.stat(kFirstClass, p.row)), last = class_of(c.stat(kLastClass, p.row));
-      if (!plan.adr) before = class_of(c.stat(kClassBefore, p.row));
+      if (!plan.tilts) before = class_of(c.stat(kClassBefore, p.row));
     }
     bool some = last < kNowhere, all_before = before >= kNowhere;
     T x_last = logit_at(row, stride, last, some), x_before = logit_at(row, stride, before, some && !all_before);
     Weights<T> w = weights_of(c, p, label);
     Upstream<T> up = upstream_of(c, p, label, w);
+    up.up *= plan.side_weight;
     bool ce = plan.ce && live && mark == 1 && up.up != 0;
     int y = c.labels ? label.y : -1;
     SoftmaxGradient<T> to;
@@ -130,7 +131,7 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
       } else {
         T x_label = logit_at(row, stride, y, true);
         T du_label;
-        to = gradient_of(c, id_cross_entropy, other_m, other_d, c.map.with_slope(x_label, y, du_label), T(1), w, up);
+        to = gradient_of(c, other_m, other_d, c.map.with_slope(x_label, y, du_label), T(1), w, up);
         to.label *= du_label;
       }
     }
@@ -146,12 +147,12 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
             some && v > -infinity<T>() && !behind(v, j, x_last, last) && (all_before || behind(v, j, x_before, before));
         if (v > -infinity<T>()) {
           sum = prob * ((selected && plan.mass ? each : pull) + tilt * ((variance ? prob : v - m) - mean));
-          if (selected && !plan.mass) sum += each * selected_class(c.loss, c.k, prob, v).own;
+          if (selected && !plan.mass) sum += each * selected_class(c.loss, c.numbers, prob, v).own;
         }
         if (j == first) sum = at_first;
         if (ce) {
           T du, more_of = to.slope * exp(c.map.with_slope(v, j, du) - to.base);
-          if (c.soft || c.smooth) more_of -= to.pull * target_weight(c, target, j);
+          if (c.soft || c.view.smooth) more_of -= to.pull * target_weight(c, target, j);
           sum += j == y ? to.label : more_of * du;
         }
         value[i] = sum + lost;
@@ -163,12 +164,13 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
 template <class T>
 SelectPlan<T> plan_of(const Request& r) {
   SelectPlan<T> plan{};
-  for (int i = 0; i < kMaxScalars; ++i) plan.k.own[i] = r.scalars[i];
-  plan.k.classes = plan.k.weight_sum = r.classes, plan.k.main = 1;
-  Selection s = selection_of(r.loss, plan.k);
+  const Facts& facts = kFacts[r.loss];
+  for (int i = 0; i < kMostOwn; ++i) plan.loss_numbers[i] = r.numbers[i];
+  plan.k = {static_cast<double>(r.classes), static_cast<double>(r.classes), 1};
+  Selection s = selection_of(r.loss, r.numbers, r.classes);
   plan.first = s.first, plan.last = s.last, plan.kind = s.kind;
-  plan.batch = s.batch, plan.mass = s.mass, plan.phi_scale = s.phi_scale;
-  plan.ce = has_cross_entropy(r.loss), plan.adr = r.loss != id_tta;
+  plan.batch = s.batch, plan.mass = s.mass, plan.tilts = s.tilts, plan.phi_scale = s.phi_scale;
+  plan.ce = facts.beside, plan.side_weight = static_cast<T>(parts_of(r.loss, r.numbers).side);
   return plan;
 }
 
@@ -176,7 +178,7 @@ template <class D>
 void forward_select(Run& run, const Request& request) {
   typedef Accumulate<D> T;
   Request r = request;
-  if (!r.saved) r.saved = run.take<T>(2 + r.rows * (saved_by(r.loss) + (r.soft ? 1 : 0)));  // losses are made of it
+  if (!r.saved) r.saved = run.take<T>(2 + r.rows * row_numbers(kFacts[r.loss], r.soft));  // losses are made of it
   Call<T> c = call_of<T>(r);
   SelectPlan<T> plan = plan_of<T>(r);
   Shape shape = shape_of(r), alone = shape_of_rows(r);

@@ -6,8 +6,8 @@
 
 namespace PYL_ISA {
 
-// Numbers of a row, in Call::stats. ADR has its second sum and its shares where tta has the sum of own derivatives and the
-// class before the selected ones.
+// Numbers of a row, in Call::stats. A loss that tilts has its second sum and its shares where others have the sum of own
+// derivatives and the class before the selected ones.
 enum SelectSaved {
   kMark,  // 0: no gradient, 1: counts, 2: left out by the reduction, but part of the mean of phi
   kTop,   // the largest logit
@@ -16,7 +16,7 @@ enum SelectSaved {
   kShares,
   kFirstClass,
   kLastClass,
-  kOtherTop,  // of cross-entropy: m and d of the other classes, and the mass of class probabilities
+  kOtherTop,  // of the softmax formula beside: m and d of the other classes, and the mass of class probabilities
   kOtherSum,
   kMass,
   kOwn = kSecond,
@@ -28,10 +28,13 @@ enum SelectFactor { kEach, kPull, kTilt, kMean, kAtFirst, kTiltAtFirst, kFactors
 // What the kernels of this family know besides the call.
 template <class T>
 struct SelectPlan {
-  Scalars<double> k;
+  double loss_numbers[kMostOwn];
+  Batch<double> k;
   int first, last;  // ranks
   Uncertainty kind;
-  bool batch, mass, ce, adr;
+  bool batch, mass, tilts;
+  bool ce;        // is there a cross-entropy, or another softmax formula, beside it?
+  T side_weight;  // what that is multiplied with
   double phi_scale;
   T* numbers;                        // (kScratches, rows) forward, (kFactors, rows) backward
   double *batch_sums, *batch_slope;  // phi and its rows; dL/dphi
@@ -96,7 +99,7 @@ struct Selected {
     if (j >= kNowhere || rank < plan.first || rank > plan.last) return;
     last = j;
     if (rank == 0) return;
-    SelectedClass<T> s = selected_class(c.loss, c.k, exp(value - m) / d, value);
+    SelectedClass<T> s = selected_class(c.loss, c.numbers, exp(value - m) / d, value);
     beyond += s.share, own += s.own;
   }
 };
@@ -114,19 +117,20 @@ PYL_DEVICE void leave_statistics(const Call<T>& c, const SelectPlan<T>& plan, co
   save(c, p, kMark, T(1), label.live);
   save(c, p, kTop, s.m, label.live);
   save(c, p, kMore, more, label.live);
-  save(c, p, kSecond, plan.adr ? second : ranks.own, label.live);
-  save(c, p, kShares, plan.adr ? shares : number_of(ranks.before, T(0)), label.live);
+  save(c, p, kSecond, plan.tilts ? second : ranks.own, label.live);
+  save(c, p, kShares, plan.tilts ? shares : number_of(ranks.before, T(0)), label.live);
   save(c, p, kFirstClass, number_of(ranks.first, T(0)), label.live);
   save(c, p, kLastClass, number_of(ranks.last, T(0)), label.live);
-  if (!plan.adr) {
+  if (!plan.tilts) {
     plan.number(kBeyond, p.row, c.rows) = ranks.beyond;
     plan.number(kPhi, p.row, c.rows) = log1p(more) - mu;
   }
   if (!plan.ce) return;
   RowLoss<T> row{0, 0};
   Weights<T> w = weights_of(c, p, label);
-  if (label.live) row = c.soft ? soft_loss_of(c, other) : loss_of(c, id_cross_entropy, other, c.map(x_label, label.y), T(1), w);
-  plan.number(kLoss, p.row, c.rows) = row.loss, plan.number(kExtra, p.row, c.rows) = row.extra;
+  if (label.live) row = c.soft ? soft_loss_of(c, other) : loss_of(c, other, c.map(x_label, label.y), T(1), w);
+  plan.number(kLoss, p.row, c.rows) = plan.side_weight * row.loss;
+  plan.number(kExtra, p.row, c.rows) = plan.side_weight * row.extra;
   save(c, p, kOtherTop, other.m, label.live);
   save(c, p, kOtherSum, other.d, label.live);
   if (c.soft) save(c, p, kMass, other.seen, label.live);
@@ -144,7 +148,7 @@ struct RowSums {
 };
 template <class T>
 PYL_DEVICE RowSums sums_of(const Call<T>& c, const SelectPlan<T>& plan, const Place& p) {
-  RowSums r{c.stat(kTop, p.row), c.stat(kMore, p.row), plan.adr ? c.stat(kSecond, p.row) : T(0)};
+  RowSums r{c.stat(kTop, p.row), c.stat(kMore, p.row), plan.tilts ? c.stat(kSecond, p.row) : T(0)};
   if (r.more != r.more) r.m = r.more;  // no softmax
   return r;
 }
@@ -152,19 +156,19 @@ template <class T>
 PYL_DEVICE double phi_of(const SelectPlan<T>& plan, const RowSums& r) {
   return plan.phi_scale * r.uncertainty(plan.kind == Uncertainty::variance);
 }
-// The formula of a row; tta's filter needs its uncertainty in forward alone.
+// The formula of a row; a filter needs its uncertainty in forward alone.
 template <class T>
 PYL_DEVICE SelectResult<double> result_of(const Call<T>& c, const SelectPlan<T>& plan, const Place& p, const RowSums& r,
                                           double total, double phi) {
   double own = 0;
-  if (plan.adr) {
+  if (plan.tilts) {
     phi = plan.batch ? plan.batch_sums[0] / plan.batch_sums[1] : phi_of(plan, r);
     double saved = c.stat(kShares, p.row);
-    total = plan.mass ? 1 - saved : saved + selected_class(c.loss, plan.k, 1 / r.d(), r.m).share;
+    total = plan.mass ? 1 - saved : saved + selected_class(c.loss, plan.loss_numbers, 1 / r.d(), r.m).share;
   } else {
     own = c.stat(kOwn, p.row);
   }
-  return select_formula(c.loss, plan.k, SelectRow<double>{total, own, r.m, 1 / r.d(), phi});
+  return select_formula(c.loss, plan.loss_numbers, plan.k, SelectRow<double>{total, own, r.m, 1 / r.d(), phi});
 }
 
 // Sums of phi for its mean over the rows that count: (loss, mass) of the partial sums.
@@ -189,7 +193,7 @@ select_losses(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
     T loss = 0, extra = 0;
     if (label.live) {
       double total = 0, phi = 0;
-      if (!plan.adr) total = plan.number(kBeyond, p.row, c.rows), phi = plan.number(kPhi, p.row, c.rows);
+      if (!plan.tilts) total = plan.number(kBeyond, p.row, c.rows), phi = plan.number(kPhi, p.row, c.rows);
       SelectResult<double> result = result_of(c, plan, p, sums_of(c, plan, p), total, phi);
       loss = static_cast<T>(result.loss);
       if (plan.ce) {
@@ -218,10 +222,10 @@ select_factors(PYL_PARAMETER Call<T> c, PYL_PARAMETER SelectPlan<T> plan) {
     double up = mark == 1 ? static_cast<double>(upstream_of(c, p, label, w).up) : 0.0;
     RowSums r = sums_of(c, plan, p);
     SelectResult<double> result = result_of(c, plan, p, r, 0, -infinity<double>());
-    double each = up * result.each, pull = up * result.pull, p_top = 1 / r.d(), mean = plan.adr ? r.mean(variance) : 0;
-    double tilt = plan.adr ? plan.phi_scale * (variance ? -2 : -1) : 0;
+    double each = up * result.each, pull = up * result.pull, p_top = 1 / r.d(), mean = plan.tilts ? r.mean(variance) : 0;
+    double tilt = plan.tilts ? plan.phi_scale * (variance ? -2 : -1) : 0;
     double at_first = p_top * pull + up * result.top;
-    if (plan.first == 0) at_first += each * selected_class(c.loss, plan.k, p_top, r.m).own;
+    if (plan.first == 0) at_first += each * selected_class(c.loss, plan.loss_numbers, p_top, r.m).own;
     T* to = plan.numbers + p.row;
     to[kEach * c.rows] = static_cast<T>(plan.mass ? each + pull : each), to[kPull * c.rows] = static_cast<T>(pull);
     to[kTilt * c.rows] = static_cast<T>(plan.batch ? tilt : tilt * up * result.slope),

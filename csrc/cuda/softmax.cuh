@@ -1,6 +1,6 @@
-// The softmax family. Forward reads a row once (LogitNorm twice), backward once. Saved: m = max_{j != y} u_j and
-// d = sum_{j != y} exp(u_j - m), separately: their sum would lose the digits of d in a row of large logits; LogitNorm also the
-// norm of the other classes and the mean of x under their softmax; class probabilities their mass.
+// The softmax family. Forward reads a row once (normed rows twice), backward once. Saved: m = max_{j != y} u_j and
+// d = sum_{j != y} exp(u_j - m), separately: their sum would lose the digits of d in a row of large logits; normed rows also
+// the norm of the other classes and the mean of x under their softmax; class probabilities their mass.
 #pragma once
 #include "cuda/softmax_row.cuh"
 
@@ -39,14 +39,11 @@ template <class T>
 PYL_DEVICE T unmasked(T x) {
   return x == -infinity<T>() ? T(0) : x;
 }
+// What the formula makes of the norm: in units of what is largest, float32 squares neither overflow nor vanish.
 template <class T>
-PYL_DEVICE T norm_with(T rest, T x_label) {
-  T unit = larger(larger(rest, absolute(x_label)), T(1e-30)), a = rest / unit, b = x_label / unit;
-  return rest == rest ? unit * square_root(a * a + b * b) : rest;
-}
-template <class T>
-PYL_DEVICE T late_of(const Call<T>& c, T norm) {  // 1 / (temperature (|x| + eps))
-  return 1 / (c.k.own[0] * (norm + c.k.own[1]));
+PYL_DEVICE RowNorm<T, T> norm_of(const Call<T>& c, T rest, T x_label, T mean_x) {
+  T unit = larger(larger(rest, absolute(unmasked(x_label))), T(1e-30));
+  return norm_formula<T, T>(c.softmax, c.numbers, rest, x_label, mean_x, unit);
 }
 
 // Loss and saved numbers of a row, from one thread.
@@ -54,14 +51,13 @@ template <class T>
 PYL_DEVICE void end_row(const Call<T>& c, const Place& p, const Label& label, const Sums<T>& s, T u_label, T late, T rest,
                         Totals<T>& totals) {
   Weights<T> w = weights_of(c, p, label);
-  bool norm = c.loss == id_logit_norm;
   RowLoss<T> row{0, 0};
-  if (label.live) row = c.soft ? soft_loss_of(c, s) : loss_of(c, c.loss, s, u_label, late, w);
+  if (label.live) row = c.soft ? soft_loss_of(c, s) : loss_of(c, s, u_label, late, w);
   emit(c, p, label, w, row.loss, row.extra, totals);
   save(c, p, 0, s.m, label.live);
   save(c, p, 1, counted(c, w, row.loss + row.extra) ? s.d : T(kLeftOut), label.live);
   if (c.soft) save(c, p, 2, s.seen, label.live);
-  if (norm) save(c, p, 2, rest, label.live), save(c, p, 3, s.d == 0 ? T(0) : s.moment / s.d, label.live);
+  if (c.normed) save(c, p, 2, rest, label.live), save(c, p, 3, s.d == 0 ? T(0) : s.moment / s.d, label.live);
 }
 
 template <class D, class G>
@@ -78,8 +74,7 @@ softmax_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
     int64_t stride = c.x_walk.class_stride;
     T x_label = logit_at(row, stride, label.y, label.live && !c.soft), late = 1, rest = 0;
     int y = c.soft ? -1 : label.y;
-    bool norm = c.loss == id_logit_norm;
-    if (norm) {
+    if (c.normed) {
       Squares<T> squares;
       if (c.phase == 0) visit(g, row, stride, mine, [&](const auto& x) { squares.add(x, y); });
       else if (g.rank % kWarp < c.parts) {  // the second launch of a split row: a lane has a part's
@@ -96,11 +91,11 @@ softmax_rows(PYL_PARAMETER Call<Accumulate<D>> c) {
         return;
       }
       rest = squares.norm();
-      late = late_of(c, norm_with(rest, unmasked(x_label)));
+      late = norm_of(c, rest, x_label, T(0)).scale;
     }
     int64_t target = target_at(c, p);
     Sums<T> s;
-    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, c.map, c.smooth || c.soft, x, y, late, norm, target); });
+    visit(g, row, stride, mine, [&](const auto& x) { s.add(c, c.map, c.view.smooth || c.soft, x, y, late, c.normed, target); });
     s.merge(g, late);
     if (g.rank) return;
     if (c.parts > 1) {
@@ -123,7 +118,7 @@ softmax_parts(PYL_PARAMETER Call<T> c) {
     Label label = label_of(c, p);
     bool has = label.live && g.rank < c.parts;
     T x_label = label.live && !c.soft ? part_number(c, c.second_parts, Sums<T>::kNumbers, 0, p.row) : T(0), late = 1, rest = 0;
-    if (c.loss == id_logit_norm) {
+    if (c.normed) {
       Squares<T> squares;
       if (has) {
         squares.sum = part_number(c, c.first_parts, 0, g.rank, p.row);
@@ -131,7 +126,7 @@ softmax_parts(PYL_PARAMETER Call<T> c) {
       }
       squares.merge(g);
       rest = squares.norm();
-      late = late_of(c, norm_with(rest, unmasked(x_label)));
+      late = norm_of(c, rest, x_label, T(0)).scale;
     }
     Sums<T> s;
     if (has) s.fetch(c, c.second_parts, 0, g.rank, p.row);
@@ -156,25 +151,16 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
     T m = saved(c, p, 0, label.live), d = saved(c, p, 1, label.live), late = 1, drag = 0;
     SoftmaxGradient<T> to;
     int y = c.soft ? -1 : label.y;
-    bool norm = c.loss == id_logit_norm;
     if (label.live && c.soft) to = soft_gradient_of(c, m, d, saved(c, p, 2, true), w, up);
     if (label.live && !c.soft) {
-      T x_label = logit_at(row, stride, y, true), length = 0, rest = 0;
-      if (norm) {
-        rest = saved(c, p, 2, true);
-        length = norm_with(rest, unmasked(x_label));
-        late = late_of(c, length);
-      }
+      T x_label = logit_at(row, stride, y, true);
+      RowNorm<T, T> norm;
+      if (c.normed) norm = norm_of(c, saved(c, p, 2, true), x_label, saved(c, p, 3, true));
+      late = norm.scale;
       T du_label;
-      to = gradient_of(c, c.loss, m, d, c.map.with_slope(x_label, y, du_label), late, w, up);
-      if (norm) {  // the norm's own part of the gradient, along x; at the label the two parts all but cancel
-        T moment = saved(c, p, 3, true), wide = length + c.k.own[1], unit = length > 0 ? length : T(1);
-        x_label = unmasked(x_label);
-        T along = (rest / unit) * (rest / wide) + c.k.own[1] / wide + (moment / unit) * (x_label / wide);
-        drag = -to.label * ((moment - x_label) / unit) * (late / wide);
-        to.label *= length == 0 ? T(1) : along;
-      }
-      to.label *= du_label * late;
+      to = gradient_of(c, m, d, c.map.with_slope(x_label, y, du_label), late, w, up);
+      drag = -to.label * norm.drag;  // the norm's own part of the gradient, along x
+      to.label *= norm.share * du_label * late;
     }
     bool live = label.live && to.counts;
     int64_t target = target_at(c, p);
@@ -185,9 +171,9 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
         if (!live || !x.has(i)) continue;
         int j = x.at(i);
         T du, v = to.slope * exp((c.map.with_slope(x.x[i], j, du) - to.base) * late);
-        if (c.soft || c.smooth) v -= to.pull * target_weight(c, target, j);
+        if (c.soft || c.view.smooth) v -= to.pull * target_weight(c, target, j);
         v *= du * late;
-        if (norm) v -= drag * unmasked(x.x[i]);
+        if (c.normed) v -= drag * unmasked(x.x[i]);
         value[i] = j == y ? to.label : v;
       }
     });
@@ -204,7 +190,7 @@ void forward_softmax(Run& run, const Request& r) {
   if (shape.parts > 1) {
     c.first_parts = run.take<T>(2 * shape.parts * r.rows);
     c.second_parts = run.take<T>((Sums<T>::kNumbers + 1) * shape.parts * r.rows);
-    if (r.loss == id_logit_norm) {
+    if (c.normed) {
       PYL_RUN_ROWS(run, softmax_rows, D, shape, c);
       c.phase = 1;
     }

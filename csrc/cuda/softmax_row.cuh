@@ -10,8 +10,8 @@ PYL_DEVICE T centre(T m) {  // what exponentials are relative to
   return m == -infinity<T>() ? T(0) : m;
 }
 
-// What class j of a row weighs in cross-entropy's loss: with class probabilities t as targets q_j = w_j ((1 - eps) t_j + eps /
-// C), else w_j alone, for smoothing.
+// What class j of a row weighs in cross-entropy's loss: with class probabilities t as targets q_j = w_j (hit t_j + each), else
+// w_j alone, for smoothing.
 template <class T>
 PYL_DEVICE int64_t target_at(const Call<T>& c, const Place& p) {
   return c.soft && p.exists ? c.soft_walk.offset(p.row) : 0;
@@ -20,8 +20,8 @@ template <class T>
 PYL_DEVICE T target_weight(const Call<T>& c, int64_t at, int j) {
   T w = c.weight ? c.weight[j] : T(1);
   if (!c.soft) return w;
-  T t = load_as<T>(c.soft, c.soft_dtype, at + j * c.soft_walk.class_stride), eps = c.k.own[0];
-  return w * ((1 - eps) * t + eps / c.k.classes);
+  T t = load_as<T>(c.soft, c.soft_dtype, at + j * c.soft_walk.class_stride);
+  return w * (c.view.hit * t + c.view.each);
 }
 
 // Sums over the classes other than the label's (over all with class probabilities), relative to the largest u so far.
@@ -29,7 +29,7 @@ template <class T>
 struct Sums {
   static constexpr int kNumbers = 5;
   T m = -infinity<T>(), d = 0;  // sum of exp(u - m)
-  T moment = 0;                 // LogitNorm: sum of exp(late (x - m)) x
+  T moment = 0;                 // normed rows: sum of exp(late (x - m)) x
   T spread = 0, seen = 0;       // smoothing and class probabilities: sum of w (m - u), and of w
 
   PYL_DEVICE void raise(T top, T late) {
@@ -39,7 +39,7 @@ struct Sums {
     if (seen != 0) spread += (top - centre(m)) * seen;
     m = top;
   }
-  // `late` multiplies differences of u: LogitNorm's u are large, their differences not. y < 0: no class is left out.
+  // `late` multiplies differences of u: normed rows' u are large, their differences not. y < 0: no class is left out.
   template <class Chunk>
   PYL_DEVICE void add(const Call<T>& c, const Map<T>& map, bool spreads, const Chunk& x, int y, T late, bool norm,
                       int64_t target) {
@@ -107,20 +107,20 @@ template <class T>
 struct RowLoss {
   T loss, extra;
 };
-// Cross-entropy's, or another formula's, of a row from its sums.
+// The softmax formula's, of a row from its sums.
 template <class T>
-PYL_DEVICE RowLoss<T> loss_of(const Call<T>& c, int formula, const Sums<T>& s, T u_label, T late, const Weights<T>& w) {
+PYL_DEVICE RowLoss<T> loss_of(const Call<T>& c, const Sums<T>& s, T u_label, T late, const Weights<T>& w) {
   SoftmaxRow<T> r = softmax_row(s.m, s.d, u_label, late, w.w);
-  if (c.smooth) r.spread = spread_of(s, r, w.mass);
-  SoftmaxResult<T> result = softmax_formula(formula, scalars_of(c, T(1)), r);
+  if (c.view.smooth) r.spread = spread_of(s, r, w.mass);
+  SoftmaxResult<T> result = softmax_formula(c.softmax, c.numbers, batch_of(c, T(1)), r);
   return {result.loss, result.extra};
 }
-// With class probabilities: sum q (lse - u) + z lse^2.
+// With class probabilities: sum q (lse - u), and what the formula adds.
 template <class T>
 PYL_DEVICE RowLoss<T> soft_loss_of(const Call<T>& c, const Sums<T>& s) {
   T rest = s.m == -infinity<T>() ? nan<T>() : log(s.d), lse = s.m + rest;  // a row of -inf has no softmax
-  T z = c.k.own[3];
-  return {s.spread + (s.seen == 0 ? rest * 0 : s.seen * rest), z > 0 ? z * lse * lse : T(0)};
+  SoftResult<T> result = soft_formula(c.softmax, c.numbers, batch_of(c, T(1)), SoftRow<T>{lse, s.seen});
+  return {s.spread + (s.seen == 0 ? rest * 0 : s.seen * rest), result.extra};
 }
 
 // What a row's gradient is made of: dL/du_j = slope e^((u_j - base) late) - pull w_j, `label` at the label.
@@ -130,9 +130,10 @@ struct SoftmaxGradient {
   bool counts = true;
 };
 template <class T>
-PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, int formula, T m, T d, T u_label, T late, const Weights<T>& w,
+PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, T m, T d, T u_label, T late, const Weights<T>& w,
                                           const Upstream<T>& up) {
-  SoftmaxResult<T> result = softmax_formula(formula, scalars_of(c, up.main), softmax_row(m, d, u_label, late, w.w));
+  SoftmaxRow<T> r = softmax_row(m, d, u_label, late, w.w);
+  SoftmaxResult<T> result = softmax_formula(c.softmax, c.numbers, batch_of(c, up.main), r);
   SoftmaxGradient<T> g;
   g.counts = !(d < 0);
   g.slope = up.up * result.slope, g.pull = up.up * result.pull, g.label = up.up * result.label;
@@ -143,10 +144,9 @@ PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, int formula, T m, T 
 template <class T>
 PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Weights<T>& w, const Upstream<T>& up) {
   SoftmaxGradient<T> g;
+  SoftResult<T> result = soft_formula(c.softmax, c.numbers, batch_of(c, up.main), SoftRow<T>{m + log(d), mass});
   g.counts = !(d < 0);
-  T slope = up.main * mass;
-  if (c.k.own[3] > 0) slope += 2 * c.k.own[3] * (m + log(d));
-  g.slope = up.up * slope / d, g.pull = up.up * up.main, g.base = m;
+  g.slope = up.up * result.slope / d, g.pull = up.up * result.pull, g.base = m;
   return g;
 }
 

@@ -5,10 +5,18 @@
 
 namespace PYL_ISA {
 
-struct cross_entropy {
+struct cross_entropy : SoftmaxFormula {
+  PYL_OWN(label_smoothing, temperature, softcap, z_loss)
+  static constexpr bool soft_targets = true;
+
+  template <class T>
+  static SoftmaxView<T> view(const Own<T>& own, T classes) {
+    T eps = own.label_smoothing;
+    return {1 / own.temperature, own.softcap, true, 1 - eps, eps / classes, eps > 0, own.z_loss > 0};
+  }
   template <class T, class V>
-  static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>& k, const SoftmaxRow<V>& r) {
-    T eps = k.own[0], each = eps / k.classes, z = k.own[3];
+  static PYL_INLINE SoftmaxResult<V> row(const Own<T>& own, const Batch<T>& k, const SoftmaxRow<V>& r) {
+    T eps = own.label_smoothing, each = eps / k.classes, z = own.z_loss;
     V hit = (1 - eps) * r.w;
     V q = hit + each * k.weight_sum;
     V loss = weighted(hit, r.nll());
@@ -22,6 +30,12 @@ struct cross_entropy {
       label += 2 * z * r.lse() * r.hit();
     }
     return {loss, extra, slope, splat<V>(k.main * each), label};
+  }
+  template <class T, class V>
+  static PYL_INLINE SoftResult<V> soft(const Own<T>& own, const Batch<T>& k, const SoftRow<V>& r) {
+    T z = own.z_loss;
+    V extra = z > 0 ? z * r.lse * r.lse : splat<V>(0);
+    return {extra, k.main * r.mass + 2 * z * r.lse, splat<V>(k.main)};
   }
 };
 

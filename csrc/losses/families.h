@@ -32,13 +32,57 @@
 
 namespace PYL_ISA {
 
-// A loss's own numbers, in the order of its Python `pack`, and what the driver knows about the call.
+// A formula's own numbers, by name: a struct of them, in the order of its Python `pack`. They lie in an array of T, which
+// own_of looks at as this struct.
+#define PYL_OWN(...)                      \
+  template <class T>                      \
+  struct __attribute__((may_alias)) Own { \
+    T __VA_ARGS__;                        \
+  };                                      \
+  static constexpr OwnNames own_names{{#__VA_ARGS__}};
+
+template <class F, class T>
+PYL_INLINE const typename F::template Own<T>& own_of(const T* numbers) {
+  static_assert(sizeof(typename F::template Own<char>) <= kMostOwn, "a call holds no more own numbers");
+  return *reinterpret_cast<const typename F::template Own<T>*>(numbers);
+}
+
+// What a formula knows about the call.
 template <class T>
-struct Scalars {
-  T own[kMaxScalars];
+struct Batch {
   T classes;     // C
   T weight_sum;  // sum of the class weights, or C
   T main;        // backward: factor of everything but the z-term, whose divisor differs
+};
+
+// What a formula does not say is as its family says.
+struct Parts {
+  double main = 1, side = 0;  // what a loss and the softmax formula beside it are multiplied with
+};
+template <Family its_family, bool has_labels>
+struct Formula {
+  static constexpr Family family = its_family;
+  static constexpr bool labels = has_labels, soft_targets = false, normed = false, beside = false;
+  template <class O>
+  static Parts parts(const O&) {
+    return {};
+  }
+};
+
+// softmax: what a call asks of its driver.
+template <class T>
+struct SoftmaxView {
+  T scale = 1, cap = 0;         // u = scale softcap(x) + shift; 0: no cap
+  bool shifted = false;         // is a class's shift a part of u?
+  T hit = 1, each = 0;          // class probabilities t become targets w (hit t + each)
+  bool smooth = false;          // is `spread` asked for, and `pull` not 0?
+  bool second_divisor = false;  // has `extra` a gradient?
+};
+struct SoftmaxFormula : Formula<Family::softmax, true> {
+  template <class O, class T>
+  static SoftmaxView<T> view(const O&, T) {
+    return {};
+  }
 };
 
 // A row of the softmax family. All that it gives comes from one exp and one log; what a formula does not ask for is not
@@ -77,6 +121,38 @@ struct SoftmaxResult {
   V label;  // derivative at the label
 };
 
+// With class probabilities as the target the driver sums q_j (lse - u_j); the formula gives the rest.
+template <class V>
+struct SoftRow {
+  V lse;
+  V mass;  // sum q
+};
+template <class V>
+struct SoftResult {
+  V extra;
+  V slope;  // dL/du_j = slope p_j - pull q_j
+  V pull;
+};
+
+// What a formula of normed rows (`normed`) makes of the length of a row: u = scale x.
+template <class T, class Wide>
+struct RowNorm {
+  T scale = 1;
+  Wide share = 1, drag = 0;  // share: what the norm leaves of the label's derivative; drag: of each x_j, per slope
+};
+
+// margin: what a call asks of its driver. Its Errors<T, how>, made of its own numbers, are h, as `value`, and h', as `slope`
+// (raw > 0); `flat` where h' is 1: one bit a class is the gradient then. with_errors(own, f) calls f with errors whose `how` is
+// known to the compiler; without it they look it up.
+template <class T>
+struct MarginView {
+  T margin;        // mu of every class that has none of its own
+  bool of_label;   // is mu the label's?
+  bool threshold;  // else every error is kept
+  bool flat;
+};
+struct MarginFormula : Formula<Family::margin, true> {};
+
 template <class V>
 struct MarginRow {
   V kept_sum;    // sum of kept errors
@@ -89,6 +165,11 @@ struct MarginResult {
   V loss;
   V factor;
 };
+
+struct EntropyView {
+  bool filters;  // may a row be dropped for its entropy?
+};
+struct EntropyFormula : Formula<Family::entropy, false> {};
 
 template <class V>
 struct EntropyRow {
@@ -111,9 +192,15 @@ struct Selection {
   bool dense = true;     // has every class a gradient?
   bool batch = false;    // phi is the mean over the rows that count
   bool mass = false;     // shares are the probabilities themselves
+  bool filters = false;  // may a row be dropped for its phi?
+  bool tilts = false;    // is phi in the loss? Then `first` is 0, nothing pulls the top, and no row is dropped
+  bool pulls_top = false;
   double phi_scale = 1;  // phi per unit of entropy, or of 1 - sum p^2
+  bool possible() const { return !tilts || (first == 0 && !pulls_top && !filters); }
   int size() const { return last < 0 ? 1 : last + 1; }
 };
+
+struct SelectFormula : Formula<Family::select, false> {};
 
 template <class V>
 struct SelectedClass {
@@ -139,6 +226,15 @@ struct SelectResult {
   V pull;   // coefficient of p_j
   V slope;  // dL/dphi
 };
+
+// region: what a call asks of its driver.
+enum class Absent { literal, zero, exclude };  // classes without a target: by the formula, loss 0, or not in the mean
+struct RegionView {
+  double smooth;
+  bool by_image;  // is each image an area of its own?
+  Absent absent;
+};
+struct RegionFormula : Formula<Family::region, true> {};
 
 struct RegionClass {
   double hit, missed, stray;

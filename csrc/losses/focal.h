@@ -4,7 +4,9 @@
 
 namespace PYL_ISA {
 
-struct focal {
+struct focal : SoftmaxFormula {
+  PYL_OWN(gamma)
+
   template <class T, class V>
   static PYL_INLINE SoftmaxResult<V> with_gamma(T gamma, const SoftmaxRow<V>& r) {
     V power = gamma == 0 ? splat<V>(1) : exp(-gamma * r.nll_miss());  // gamma = 0 must not meet 0 * inf
@@ -12,8 +14,8 @@ struct focal {
     return through_a(r, where(power == 0, power, power * r.nll()), power * (r.miss() + gamma * p_nll));
   }
   template <class T, class V>
-  static PYL_INLINE SoftmaxResult<V> row(const Scalars<T>& k, const SoftmaxRow<V>& r) {
-    return with_gamma(k.own[0], r);
+  static PYL_INLINE SoftmaxResult<V> row(const Own<T>& own, const Batch<T>&, const SoftmaxRow<V>& r) {
+    return with_gamma(own.gamma, r);
   }
 };
 

@@ -5,7 +5,9 @@ from ..formula import Arguments, Formula
 from . import adr, cross_entropy
 
 
-def arguments(eps: float, temperature: float, cap: float, z: float, gamma: float, *regularizer: float) -> Arguments:
+def arguments(
+    eps: float, temperature: float, cap: float, z: float, gamma: float, side_weight: float, *regularizer: float
+) -> Arguments:
     ce = cross_entropy.arguments(eps, temperature, cap, z)
     own = regularizer_features(*regularizer[:4], CE_OPTIONS=ce.options) | {
         name: ce.features[name] for name in ("SCALED", "CAPPED", "SMOOTH")

@@ -43,7 +43,7 @@ def pack(
 ) -> Pack:
     ce = cross_entropy_pack(problem, **cross_entropy)
     adr = regularizer_scalars(problem, top=top, phi=phi, scope=scope, norm=norm, form=form, detach_phi=detach_phi)
-    return ce._replace(scalars=(*ce.scalars, gamma, *adr))
+    return ce._replace(scalars=(*ce.scalars, gamma, 1.0, *adr))
 
 
 def cross_entropy_adr(

@@ -193,7 +193,7 @@ def ranks_of(call: Call) -> int:
     if call.kernel == "tta":
         _, factor, k, skip, *_ = call.scalars
         return int(1 + skip + k) if factor != 0 and k > 0 else 1
-    return int(call.scalars[0 if call.kernel == "adr" else 5])
+    return int(call.scalars[0 if call.kernel == "adr" else 6])
 
 
 # Execution --------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "cpu/problem.h"
-#include "losses/list.h"
+#include "losses/facts.h"
 
 namespace PYL_ISA {
 extern const pylosses::Kernels kernels;
@@ -67,7 +67,7 @@ int omp_get_num_threads() { return thread_count; }
 
 namespace {
 using namespace pylosses;
-using Sizes = std::vector<int64_t>;
+using Lengths = std::vector<int64_t>;
 using Numbers = std::vector<double>;
 
 [[noreturn]] void fail(const std::string& what) {
@@ -138,7 +138,7 @@ void put(Memory& m, Dtype dtype, int64_t at, double value) {
 
 // An (N, C, *) tensor in memory: shape and strides, as torch has them.
 struct Form {
-  Sizes shape, stride;
+  Lengths shape, stride;
   int64_t extent() const {
     int64_t last = 0;
     for (size_t d = 0; d < shape.size(); ++d) {
@@ -166,8 +166,8 @@ struct Form {
 };
 
 // Dense, the dimensions from the outermost to the innermost in `order`; every number `step` apart, rows `pad` longer.
-Form dense(const Sizes& shape, const Sizes& order, int64_t step = 1, int64_t pad = 0) {
-  Form f{shape, Sizes(shape.size())};
+Form dense(const Lengths& shape, const Lengths& order, int64_t step = 1, int64_t pad = 0) {
+  Form f{shape, Lengths(shape.size())};
   int64_t stride = step;
   for (size_t i = order.size(); i-- > 0;) {
     size_t d = static_cast<size_t>(order[i]);
@@ -183,8 +183,8 @@ constexpr int kLayoutCount = 6;
 struct Pair {
   Form x, grad;  // a gradient is dense, in the order of the logits where they are
 };
-Pair forms(int layout, const Sizes& shape) {
-  Sizes plain, class_last, class_first{1};
+Pair forms(int layout, const Lengths& shape) {
+  Lengths plain, class_last, class_first{1};
   for (size_t d = 0; d < shape.size(); ++d) {
     plain.push_back(static_cast<int64_t>(d));
     if (d != 1) class_last.push_back(static_cast<int64_t>(d)), class_first.push_back(static_cast<int64_t>(d));
@@ -240,9 +240,9 @@ const std::map<std::string, std::vector<Numbers>>& own_numbers() {
         {1, 1, 31, 32, 0, 0, 0}}},
       {"adr", {{1, 0, 0, 0, 0, 0}, {2, 1, 1, 1, 0, 0}, {2, 0, 0, 0, 1, 1}}},
       {"cross_entropy_adr",
-       {{0, 1, 0, 0, 0.05, 1, 0, 0, 0, 0, 0},
-        {0.1, 1, 0, 0, 0.3, 2, 0, 1, 0, 0, 0},
-        {0, 0.7, 5, 0.01, 0.05, 2, 1, 0, 1, 0, 0}}},
+       {{0, 1, 0, 0, 0.05, 1, 1, 0, 0, 0, 0, 0},
+        {0.1, 1, 0, 0, 0.3, 0.5, 2, 0, 1, 0, 0, 0},
+        {0, 0.7, 5, 0.01, 0.05, 1, 2, 1, 0, 1, 0, 0}}},
       {"dice", {{0, 0, 0}, {1, 0, 1}, {0, 0, 2}, {1e-5, 1, 0}}},
       {"dice_ce", {{0, 1, 0, 0, 1, 1, 0, 0, 0}, {0.1, 1, 0, 0, 0.7, 0.3, 1e-5, 1, 0}, {0, 0.7, 5, 0.01, 1, 1, 0, 0, 2}}},
   };
@@ -251,16 +251,25 @@ const std::map<std::string, std::vector<Numbers>>& own_numbers() {
 
 struct Kernel {
   std::string name;
-  int id, saved, ahead;
-  bool is(const char* other) const { return name == other; }
-  bool region() const { return is("dice") || is("dice_ce"); }
-  bool label_free() const { return is("entropy") || is("tta") || is("adr"); }
-  bool takes_options() const { return is("cross_entropy") || is("cross_entropy_adr") || is("dice_ce"); }
+  int id;
+  const Facts* facts = PYL_ISA::kernels.facts + id;
+  bool region() const { return facts->family == Family::region; }
+  // The place of an own number, or -1.
+  int place(const std::string& own) const {
+    int at = 0;
+    for (const char* part : facts->own_names.parts)
+      for (std::string rest = part ? part : ""; !rest.empty(); ++at) {
+        size_t end = rest.find(", ");
+        if (rest.substr(0, end) == own) return at;
+        rest = end == std::string::npos ? "" : rest.substr(end + 2);
+      }
+    return -1;
+  }
 };
 std::vector<Kernel> all_kernels() {
   std::vector<Kernel> list;
   int id = 0;
-#define PYL_ENTRY(name, saved, ahead) list.push_back({#name, id++, saved, ahead});
+#define PYL_ENTRY(name) list.push_back({#name, id++});
   PYL_LOSSES(PYL_ENTRY)
 #undef PYL_ENTRY
   return list;
@@ -277,7 +286,7 @@ struct Case {
   Kernel kernel;
   Numbers own;
   Dtype dtype;
-  Sizes shape;
+  Lengths shape;
   int layout, threads;
   Guard guard;
   uint64_t seed;
@@ -324,9 +333,10 @@ struct Buffers {
     for (size_t d = 0; d < c.shape.size(); ++d) p.rows *= d == 1 ? 1 : c.shape[d];
     set_images(p, c.shape[0]);
     p.threads = c.threads;
-    for (size_t i = 0; i < c.own.size(); ++i) p.scalars[i] = c.own[i];
-    if (c.kernel.is("adr") && p.scalars[0] > static_cast<double>(p.classes)) p.scalars[0] = 1;
-    if (c.kernel.is("cross_entropy_adr") && p.scalars[5] > static_cast<double>(p.classes)) p.scalars[5] = 1;
+    if (c.own.size() != static_cast<size_t>(c.kernel.facts->own)) fail("wrong number of own numbers: " + c.text());
+    for (size_t i = 0; i < c.own.size(); ++i) p.numbers[i] = c.own[i];
+    int top = c.kernel.facts->family == Family::select ? c.kernel.place("variance") - 1 : -1;  // ADR's, of at most C classes
+    if (top >= 0 && p.numbers[top] > static_cast<double>(p.classes)) p.numbers[top] = 1;
 
     int64_t count = f.x.extent() - mistake.x;
     x = make(static_cast<size_t>(count) * width(c.dtype) + mistake.odd, guard);
@@ -334,8 +344,9 @@ struct Buffers {
     p.x = static_cast<char*>(x->data()) + mistake.odd;
     p.x_layout = f.x.layout();
 
-    bool soft = c.kernel.is("cross_entropy") && r.below(4) == 0;
-    bool labels = !soft && (!c.kernel.label_free() || r.below(2));
+    const Facts& facts = *c.kernel.facts;
+    bool soft = facts.soft_targets && r.below(4) == 0;
+    bool labels = !soft && (facts.labels || r.below(2));
     if (soft) {
       Form form = forms(static_cast<int>(r.below(3)), c.shape).x;
       p.soft_dtype = static_cast<Dtype>(r.below(4));
@@ -345,11 +356,10 @@ struct Buffers {
       p.soft_layout = form.layout();
     }
     if (labels) draw_labels(c, r, guard);
-    bool weighed = !c.kernel.label_free();
-    if (weighed && r.below(2)) p.weight = vector(p.classes, statistics, r, guard);
+    if (facts.labels && r.below(2)) p.weight = vector(p.classes, statistics, r, guard);
     if (r.below(2)) p.sample_weight = vector(p.rows, statistics, r, guard);
-    if ((c.kernel.takes_options() || c.kernel.is("hem")) && r.below(2)) p.shift = vector(p.classes, statistics, r, guard);
-    if ((c.kernel.is("focal") || c.kernel.is("target")) && r.below(2)) p.factor = vector(p.classes, statistics, r, guard);
+    if (facts.labels && r.below(2)) p.shift = vector(p.classes, statistics, r, guard);
+    if (facts.labels && !soft && r.below(4) == 0) p.factor = vector(p.classes, statistics, r, guard);
 
     p.reduction = static_cast<Reduction>(r.below(4));
     if (c.kernel.region()) {
@@ -359,7 +369,8 @@ struct Buffers {
     p.normalizer = p.reduction == Reduction::mean && r.below(4) == 0 ? 7.5 : -__builtin_inf();
     int64_t losses = p.reduction == Reduction::none ? p.rows : 1;
     loss = make(static_cast<size_t>(losses) * number, guard);
-    saved = make(saved_bytes(c, number), guard);
+    Sizes sizes = PYL_ISA::kernels.sizes(p.loss, p.dtype, p.numbers, p.soft, p.shift);
+    saved = make(saved_bytes(c, sizes), guard);
     Memory* up = make(static_cast<size_t>(losses) * number, guard);
     for (int64_t i = 0; i < losses; ++i) put(*up, statistics, i, r.normal());
     p.grad_out = up->data();
@@ -371,8 +382,7 @@ struct Buffers {
     ahead = make(bytes, guard);
     p.grad_layout = out.layout();
     bool reduced = p.reduction == Reduction::mean || p.reduction == Reduction::sum;
-    int forbidden = c.kernel.ahead;
-    ahead_possible = reduced && (forbidden == kYes || (forbidden >= 0 && p.scalars[forbidden] == 0));
+    ahead_possible = reduced && sizes.ahead;
   }
 
   // Mostly ordinary; now and then huge, masked, infinite or NaN.
@@ -399,7 +409,7 @@ struct Buffers {
     p.y_type = static_cast<Index>(r.below(4));
     if (p.y_type == Index::u8 && p.classes > 255) p.y_type = Index::i64;
     size_t bytes = size_t(1) << static_cast<int>(p.y_type);
-    bool mask = c.kernel.label_free();  // 0 is out
+    bool mask = !c.kernel.facts->labels;  // 0 is out
     p.ignore_index = mask ? 0 : p.y_type == Index::u8 ? 255 : -100;
     if (mask) p.y_type = Index::u8, bytes = 1;
     Memory* m = make(static_cast<size_t>(p.rows) * bytes, guard);
@@ -409,19 +419,11 @@ struct Buffers {
     }
     p.y = m->data();
   }
-  // As new_saved in pylosses/cpu.py, without its round to cache lines.
-  size_t saved_bytes(const Case& c, size_t number) const {
-    size_t rows = static_cast<size_t>(p.rows), classes = static_cast<size_t>(p.classes);
-    size_t numbers = static_cast<size_t>(c.kernel.saved) + (c.kernel.is("cross_entropy") && p.soft ? 1 : 0);
-    size_t bytes = (2 + rows * numbers) * number;
-    if (c.kernel.is("hem")) bytes += std::max((classes + 15) / 16 * 2 * rows, (rows + 15) / 16 * 2 * classes + rows / 2);
-    if (c.kernel.region()) {
-      size_t images = static_cast<size_t>(c.shape[0]);
-      bool by_image = c.own[c.own.size() - 2] != 0 && rows >= 64 * images;
-      bytes += 8 + 16 * (by_image ? images : 1) * classes;
-      if (c.kernel.is("dice_ce") && (p.scalars[1] != 1 || p.scalars[2] != 0 || p.shift)) bytes += 2 * rows * number;
-    }
-    return (bytes + 7) / 8 * 8;  // so that it may lie at the end of a page
+  // As `Sizes` in pylosses/sizes.py, not in whole cache lines.
+  size_t saved_bytes(const Case& c, const Sizes& s) const {
+    int64_t images = c.shape[0], areas = s.shape == LossShape::classes_of_images && p.rows >= s.area_rows * images ? images : 1;
+    int64_t bytes = s.fixed + s.a_row * p.rows + s.a_class * p.classes * areas + s.a_logit * p.rows * p.classes / 8;
+    return static_cast<size_t>(bytes + 7) / 8 * 8;  // so that it may lie at the end of a page
   }
 
   // The bytes of every result, with `byte` wherever the kernels must write first: loss without gradient, loss, gradient, and
@@ -463,14 +465,14 @@ void check(const Case& c, const Short& mistake = {}) {
   if (outstanding != 0) fail("memory is not given back: " + c.text());
 }
 
-std::vector<Case> every_case(const std::vector<Sizes>& shapes, int every, std::vector<int> threads) {
+std::vector<Case> every_case(const std::vector<Lengths>& shapes, int every, std::vector<int> threads) {
   std::vector<Case> cases;
   uint64_t seed = 0;
   for (const Kernel& kernel : all_kernels()) {
     auto own = own_numbers().find(kernel.name);
     if (own == own_numbers().end()) fail("own_numbers() has no line for " + kernel.name);
     for (const Numbers& numbers : own->second)
-      for (const Sizes& shape : shapes)
+      for (const Lengths& shape : shapes)
         for (int layout = 0; layout < kLayoutCount; ++layout)
           for (int dtype = 0; dtype < 4; ++dtype)
             for (int t : threads)
@@ -528,9 +530,9 @@ int mistakes(const std::string& name) {
 int main(int count, char** arguments) {
   if (count > 1) return mistakes(arguments[1]);
   // Rows and pixels around the widths of vectors, tiles and blocks; the large ones have work for several threads.
-  std::vector<Sizes> small{{1, 1},  {5, 2},   {3, 3},       {17, 10},       {4, 31},
-                           {3, 33}, {2, 129}, {2, 5, 3, 7}, {1, 19, 1, 33}, {3, 40, 2, 2}};
-  std::vector<Sizes> large{{260, 257}, {1, 2049}, {40000, 2}, {1, 19, 72, 64}, {2, 4, 4100}};
+  std::vector<Lengths> small{{1, 1},  {5, 2},   {3, 3},       {17, 10},       {4, 31},
+                             {3, 33}, {2, 129}, {2, 5, 3, 7}, {1, 19, 1, 33}, {3, 40, 2, 2}};
+  std::vector<Lengths> large{{260, 257}, {1, 2049}, {40000, 2}, {1, 19, 72, 64}, {2, 4, 4100}};
   bool whole = std::getenv("PYL_WHOLE");  // every combination; takes minutes
 #if defined(PYL_OWN_THREADS)
   std::vector<Case> cases = every_case(large, whole ? 1 : 11, {3});
