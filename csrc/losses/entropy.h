@@ -9,7 +9,7 @@ struct entropy : EntropyFormula {
 
   template <class T>
   static EntropyView view(const Own<T>& own) {
-    return {own.filter != 0};
+    return EntropyView{own.filter != 0};
   }
   template <class T, class V>
   static PYL_INLINE EntropyResult<V> row(const Own<T>& own, const Batch<T>&, const EntropyRow<V>& r) {
