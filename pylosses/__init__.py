@@ -27,16 +27,17 @@ from .spec import LossSpec as LossSpec
 __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
+    from . import adapt as adapt
     from . import parallel as parallel
 else:  # type checkers read the imports; whatever else is asked for does not exist
-    __all__ = ["LOSSES", "functional", "parallel"]
+    __all__ = ["LOSSES", "adapt", "functional", "parallel"]
     __all__ += [name for name, value in list(globals().items()) if callable(value) and not name.startswith("_")]
 
     def __getattr__(name: str) -> object:
-        if name == "parallel":  # imported when it is first asked for: few need it, and everybody waits for an import
+        if name in ("adapt", "parallel"):  # imported when first asked for: few need them, everybody waits for imports
             from importlib import import_module
 
-            return import_module(".parallel", __name__)
+            return import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
