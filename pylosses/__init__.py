@@ -28,13 +28,14 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import adapt as adapt
+    from . import fcl as fcl
     from . import parallel as parallel
 else:  # type checkers read the imports; whatever else is asked for does not exist
-    __all__ = ["LOSSES", "adapt", "functional", "parallel"]
+    __all__ = ["LOSSES", "adapt", "fcl", "functional", "parallel"]
     __all__ += [name for name, value in list(globals().items()) if callable(value) and not name.startswith("_")]
 
     def __getattr__(name: str) -> object:
-        if name in ("adapt", "parallel"):  # imported when first asked for: few need them, everybody waits for imports
+        if name in ("adapt", "fcl", "parallel"):  # imported when first asked for: few need them, everybody waits for imports
             from importlib import import_module
 
             return import_module(f".{name}", __name__)
