@@ -199,9 +199,13 @@ def picture(results: Results, path: Path) -> None:
         if none in names:
             floor = [statistics.fmean(v[k] for k in FOUR) for v in results.values(none, "batches")]  # type: ignore[index]
             axis.axhline(statistics.fmean(floor), color="grey", linewidth=0.8)
-        axis.set_title(f"{network}: accuracy against the rate, 4 corruptions", fontsize=8)
+        axis.set_title(f"{network}: accuracy by rate", fontsize=9)
         axis.legend(fontsize=7)
-    pictures.save(figure, path, "Dots are seeds. Right: the grey line is the network without adaptation.")
+    pictures.save(
+        figure,
+        path,
+        "Dots are seeds. By rate: mean over 4 corruptions in batches; the grey line is the network without adaptation.",
+    )
 
 
 STUDY = Study(

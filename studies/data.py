@@ -131,6 +131,19 @@ class Data:
         test = torch.arange(len(y)) % 5 == 0
         return Images(title, x[~test], y[~test]), Images(title, x[test], y[test])
 
+    def scenes(self, side: tuple[int, int]) -> tuple[Images, Images, list[str]]:
+        """CamVid: images of (height, width) `side` and labels for each pixel, -100 where nobody labelled; and the classes.
+
+        `quick` puts three digits on a canvas each: ten classes and an eleventh, the ground.
+        """
+        if self.quick:
+            train, test = self.digits(side=side[0] // 2)
+            splits = [_canvas(split, side) for split in (train, test)]
+            return splits[0], splits[1], [*map(str, range(10)), "ground"]
+        folder, title = self.where("camvid"), self._use("CamVid")
+        names = "sky building pole road pavement tree sign fence car pedestrian bicyclist".split()
+        return _scenes(title, folder / "train", side), _scenes(title, folder / "test", side), names
+
     def text(self) -> str:
         """The State of the Union addresses; for `quick`, what Python says of itself."""
         if self.quick:
@@ -189,3 +202,31 @@ def _jpegs(title: str, path: Path) -> Images:
     images = [np.asarray(Image.open(io.BytesIO(content[a:b]))) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
     return Images(title, x.contiguous().float() / 255, torch.from_numpy(labels).long())
+
+
+def _scenes(title: str, folder: Path, side: tuple[int, int]) -> Images:
+    from PIL import Image
+
+    images, labels = [], []
+    for path in sorted(folder.glob("*.jpg")):
+        size = side[1], side[0]
+        images.append(np.asarray(Image.open(path).convert("RGB").resize(size, Image.Resampling.BILINEAR)))
+        labels.append(np.asarray(Image.open(path.with_suffix(".png")).resize(size, Image.Resampling.NEAREST)))
+    x, y = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), torch.from_numpy(np.stack(labels)).long()
+    return Images(title, x.contiguous().float() / 255, torch.where(y == 11, -100, y))
+
+
+def _canvas(digits: Images, side: tuple[int, int]) -> Images:
+    """Three digits side by side, above or below the middle; a pixel with ink has the digit's label, others are ground."""
+    count, height, width = len(digits.x) // 3, *side
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.zeros(count, 1, height, width), torch.full((count, height, width), 10)
+    high, wide = digits.x.shape[2], min(digits.x.shape[3], width // 3)
+    for place in range(3):
+        ink = torch.nn.functional.interpolate(digits.x[place * count : (place + 1) * count], size=(high, wide))
+        label = digits.y[place * count : (place + 1) * count]
+        for i, top in enumerate(torch.randint(0, height - high + 1, (count,), generator=generator).tolist()):
+            at = slice(top, top + high), slice(place * (width // 3), place * (width // 3) + wide)
+            x[i, 0][at] = ink[i, 0]
+            y[i][at] = torch.where(ink[i, 0] > 0.3, label[i], y[i][at])
+    return Images(digits.name, x.expand(-1, 3, -1, -1).contiguous(), y)

@@ -182,7 +182,9 @@ def report(results: Results) -> str:
 
 def picture(results: Results, path: Path) -> None:
     names, best = results.variants(list(VARIANTS)), chosen(results)
-    figure, axes = pictures.panels(3 + 10, width=2.0, height=2.3, columns=5)
+    figure, axes = pictures.panels(5 + 10, width=2.0, height=2.1, columns=5)
+    for axis in axes[3:5]:
+        axis.axis("off")
     for i, test in enumerate(TESTS):
         marks = []
         for n in names:
@@ -191,7 +193,7 @@ def picture(results: Results, path: Path) -> None:
         values = [results.values(n, "tests", test) for n in names]
         pictures.bars(axes[i], f"{test}, %", names if i == 0 else [""] * len(names), values, marks)
     stored = {p["variant"]: p["measures"]["maps"] for p in results.parts if "maps" in p["measures"]}
-    place = iter(axes[3:])
+    place = iter(axes[5:])
     for n in ("CE", best):
         for c in (0, 3, 7, 10, 13):
             axis = next(place)

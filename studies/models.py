@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -62,3 +63,28 @@ class NormNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
+
+
+class UNet(nn.Module):
+    """Three levels, two convolutions each, joined across; sides that are multiples of four."""
+
+    def __init__(self, classes: int, width: int = 8) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_double(3, width), _double(width, 2 * width), _double(2 * width, 4 * width)])
+        self.up = nn.ModuleList([_double(6 * width, 2 * width), _double(3 * width, width)])
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down[0](x)
+        second = self.down[1](nn.functional.max_pool2d(first, 2))
+        x = self.down[2](nn.functional.max_pool2d(second, 2))
+        for level, across in zip(self.up, (second, first), strict=True):
+            x = level(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), across], dim=1))
+        return self.head(x)
+
+
+def _double(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+        nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+    )  # fmt: skip
