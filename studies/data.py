@@ -6,6 +6,7 @@ downloaded to there. Folders are named as the sets: mnist, fashion-mnist, notmni
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -147,7 +148,8 @@ class Data:
     def text(self) -> str:
         """The State of the Union addresses; for `quick`, what Python says of itself."""
         if self.quick:
-            import this
+            with contextlib.redirect_stdout(None):
+                import this
 
             self._use("The Zen of Python")
             return "".join(this.d.get(letter, letter) for letter in this.s) * 20
