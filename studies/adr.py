@@ -119,10 +119,8 @@ def report(results: Results) -> str:
 def picture(results: Results, path: Path) -> None:
     names = results.variants(STUDY.variants)
     figure, axes = pictures.panels(2 + len(names), width=2.6, height=2.6, columns=4)
-    published = PUBLISHED if results.of("Fashion-MNIST") else {}
     short = [n.replace(" wrong labels", "") for n in names]
-    marks = [published.get(n) for n in names]
-    pictures.bars(axes[0], "accuracy, %", short, [results.values(n, "accuracy") for n in names], marks)
+    pictures.bars(axes[0], "accuracy, %", short, [results.values(n, "accuracy") for n in names])
     pictures.bars(axes[1], "ECE, %", [""] * len(names), [results.values(n, "ece") for n in names])
     for axis, name in zip(axes[2:], names, strict=True):
         seeds = torch.tensor(results.values(name, "reliability"))  # (seeds, bins, 3)
@@ -130,7 +128,8 @@ def picture(results: Results, path: Path) -> None:
         axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
         axis.bar([(b + 0.5) / BINS for b in range(BINS)], share.tolist(), width=0.09, color="grey", alpha=0.3)
         seen = share > 0.002
-        axis.plot(seeds[:, seen, 1].mean(dim=0), seeds[:, seen, 2].mean(dim=0), "o-", color=pictures.MEASURED, markersize=3)
+        confidence, right = ((seeds[:, :, 0] * seeds[:, :, i]).mean(dim=0)[seen] / share[seen] for i in (1, 2))
+        axis.plot(confidence, right, "o-", color=pictures.MEASURED, markersize=3)
         axis.set_title(name.replace(" wrong labels", ""), fontsize=9)
         axis.set_xlim(0, 1)
         axis.set_ylim(0, 1)

@@ -38,7 +38,7 @@ def bars(
     marked = [(value, place) for value, place in zip(published, places, strict=False) if value is not None]
     if marked:
         axis.plot(*zip(*marked, strict=True), "D", color=PUBLISHED, markersize=5, label="published")
-        axis.legend(loc="lower left", frameon=True, fontsize=7)
+        axis.legend(loc="upper right", bbox_to_anchor=(1, -0.06), frameon=False, fontsize=7)
     everything = [x for v in values for x in v] + [value for value, _ in marked]
     low, high = min(everything), max(everything)
     pad = 0.08 * (high - low) or 1.0
