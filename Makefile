@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: bench bench-full bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
+.PHONY: studies bench bench-full bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
 BIN := .venv/bin
 TEST := $(BIN)/pytest -q -n 2
 GRID := tests/test_backends_agree.py tests/test_golden.py
@@ -53,6 +53,11 @@ SEED ?= 0
 MINUTES ?= 5
 fuzz: setup
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --minutes $(MINUTES)
+
+# What the losses do for trained models; `make studies STUDY=` measures what is committed (hours; docs/studies).
+STUDY = --quick
+studies: setup
+	for study in $$(grep -l '^STUDY = ' studies/*.py); do $(BIN)/python -m studies.$$(basename $$study .py) $(STUDY) || exit 1; done
 
 check: setup
 	$(BIN)/pylosses check

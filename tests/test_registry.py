@@ -142,7 +142,7 @@ def test_the_table_and_the_promise_agree():
 def test_public_names_are_the_promise():
     """pylosses exports the promised names, the backends' functions and the table; no helper and no file slipped out."""
     promised = set(API) | {m for m, _, _ in API.values() if m} | {"ConfidenceScores"}
-    tools = {"functional", "parallel", "backends", "use_backend", "BackendError", "use_pool", "clear_pool"}
+    tools = {"adapt", "fcl", "functional", "parallel", "backends", "use_backend", "BackendError", "use_pool", "clear_pool"}
     table = {"LOSSES", "LossSpec"}
     assert set(pylosses.__all__) == promised | tools | table
     assert {n for n in dir(pylosses) if not n.startswith("__")} == set(pylosses.__all__)
