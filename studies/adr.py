@@ -129,7 +129,7 @@ def picture(results: Results, path: Path) -> None:
         axis.bar([(b + 0.5) / BINS for b in range(BINS)], share.tolist(), width=0.09, color="grey", alpha=0.3)
         seen = share > 0.002
         confidence, right = ((seeds[:, :, 0] * seeds[:, :, i]).mean(dim=0)[seen] / share[seen] for i in (1, 2))
-        axis.plot(confidence, right, "o-", color=pictures.MEASURED, markersize=3)
+        axis.plot(confidence.numpy(), right.numpy(), "o-", color=pictures.MEASURED, markersize=3)
         axis.set_title(name.replace(" wrong labels", ""), fontsize=9)
         axis.set_xlim(0, 1)
         axis.set_ylim(0, 1)

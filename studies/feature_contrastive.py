@@ -200,7 +200,7 @@ def picture(results: Results, path: Path) -> None:
             axis.axis("off")
             if n in stored:
                 side = torch.frombuffer(bytearray.fromhex(stored[n][c]), dtype=torch.uint8).reshape(28, 28)
-                axis.imshow(side, cmap="magma")
+                axis.imshow(side.numpy(), cmap="magma")
                 axis.set_title(f"{n.partition(',')[0]}, class {c}", fontsize=8)
     pictures.save(figure, path, "Maps: mean utility of the pixels over the test images of a class (10 and 13 need the corner).")
 

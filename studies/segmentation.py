@@ -1,6 +1,6 @@
 """Which loss segments street scenes best? On CamVid the source itself has cross-entropy ahead.
 
-A small U-Net from random weights. Photographs are not kept: the results are numbers alone.
+A small U-Net from random weights. Results are numbers alone: scenes with their segmentation go to a folder that git ignores.
 """
 
 from __future__ import annotations
@@ -58,6 +58,23 @@ def confusion(model: UNet, test: Images, classes: int) -> Tensor:
     return counts
 
 
+def look(model: UNet, test: Images, path: Path) -> None:
+    """Three scenes, their labels and what the model makes of them."""
+    model.eval()
+    chosen = [0, len(test.x) // 2, len(test.x) - 1]
+    with torch.no_grad():
+        predicted = model(test.x[chosen]).argmax(dim=1)
+    figure, axes = pictures.panels(9, width=2.4, height=1.9, columns=3)
+    for row, scene in enumerate(chosen):
+        axes[3 * row].imshow(test.x[scene].permute(1, 2, 0).numpy())
+        axes[3 * row + 1].imshow(test.y[scene].numpy(), cmap="tab20", vmin=-1, vmax=11, interpolation="nearest")
+        axes[3 * row + 2].imshow(predicted[row].numpy(), cmap="tab20", vmin=-1, vmax=11, interpolation="nearest")
+    for axis in axes:
+        axis.axis("off")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures.save(figure, path)
+
+
 def measure(part: Part) -> Measures:
     s = part.settings
     learn, test, names = scenes(part.data, s["height"], s["width"])
@@ -68,6 +85,8 @@ def measure(part: Part) -> Measures:
         model, loss, learn.x, learn.y, epochs=s["epochs"], batch=s["batch"], rate=s["rate"], seed=part.seed,
         progress=part.progress,
     )  # fmt: skip
+    if part.seed == 0:
+        look(model, test, part.private / f"segmentation {part.variant}.png")
     found = confusion(model, test, len(names)).double()
     right = found.diagonal()
     iou = 100 * right / (found.sum(dim=0) + found.sum(dim=1) - right).clamp(min=1)
@@ -105,7 +124,7 @@ def picture(results: Results, path: Path) -> None:
     marks = [PUBLISHED.get(n) if results.of("CamVid") else None for n in names]
     pictures.bars(bars, "mean IoU, %", names, [results.values(n, "mean IoU") for n in names], marks)
     means = torch.tensor([[sum(v) / len(v) for v in (results.values(n, "IoU", c) for c in classes)] for n in names])
-    each.imshow(means, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    each.imshow(means.numpy(), cmap="viridis", vmin=0, vmax=100, aspect="auto")
     for i in range(len(names)):
         for j in range(len(classes)):
             colour = "black" if means[i, j] > 65 else "white"

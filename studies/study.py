@@ -36,6 +36,7 @@ class Part:
     settings: dict[str, Any]
     data: Data
     progress: Callable[[float], None]  #: hears the share that is done
+    private: Path  #: for pictures that are looked at and not published; git ignores it
 
 
 class Results:
@@ -186,7 +187,9 @@ class Study:
                 start = time.monotonic()
                 torch.manual_seed(seed)
                 try:
-                    measures = self.measure(Part(variant, seed, results.settings, data, progress))
+                    measures = self.measure(
+                        Part(variant, seed, results.settings, data, progress, results.path.parent / "private")
+                    )
                 except DataMissing as error:
                     raise SystemExit(str(error)) from None
                 progress(1.0)
