@@ -59,10 +59,15 @@ class Results:
 
     def add(self, part: dict[str, Any]) -> None:
         self.parts.append(part)
-        stored = {"study": self.study, "question": self.question, "settings": self.settings, "parts": self.parts}
+        self.store()
+
+    def store(self) -> None:
+        """As JSON, a part a line."""
+        head = {"study": self.study, "question": self.question, "settings": self.settings}
+        lines = ",\n".join(map(json.dumps, self.parts))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(stored, indent=1) + "\n")
+        new.write_text(f'{json.dumps(head)[:-1]}, "parts": [\n{lines}\n]}}\n')
         new.replace(self.path)  # whole, whenever the process ends
 
     def variants(self, order: Sequence[str]) -> list[str]:
@@ -158,6 +163,7 @@ class Study:
         """The table and the picture, next to the results."""
         if not results.parts:
             raise SystemExit(f"{results.path} has no results yet")
+        results.store()
         markdown = results.path.with_suffix(".md")
         markdown.write_text(f"# {self.question}\n\n{self.report(results)}\n{results.origin()}\n")
         self.picture(results, results.path.with_suffix(".png"))
