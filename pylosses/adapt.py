@@ -438,8 +438,8 @@ def _fisher(model: nn.Module, clean: Iterable[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def _entropies(logits: Tensor) -> Tensor:
-    """Of each row, shaped like labels."""
-    return -functional.confidence_scores(logits.detach()).neg_entropy
+    """Of each row, shaped like labels; by the kernel whose filter decides, so that both decide alike."""
+    return functional.entropy_loss(logits.detach(), reduction="none")
 
 
 def _reliable_below(limit: float | None, logits: Tensor) -> float:

@@ -398,6 +398,22 @@ def test_contexts_of_the_caller(name):
 
 
 @pytest.mark.parametrize("name", ["tent", "eata", "sar"])
+def test_a_backend_that_is_asked_for(name):
+    """Every kernel that a loop needs exists on each backend."""
+    expected = made(name, network(), max_entropy=LIMIT)
+    for x in stream(3, 40):
+        expected(x)
+    for backend in ("reference", "cpu", "triton"):
+        if not pylosses.backends()[backend].available:
+            continue
+        adapted = made(name, network(), max_entropy=LIMIT)
+        with pylosses.use_backend(backend):
+            for x in stream(3, 40):
+                adapted(x)
+        equal(adapted, expected.model)
+
+
+@pytest.mark.parametrize("name", ["tent", "eata", "sar"])
 def test_autocast(name):
     """bfloat16 layers: near the adaptation in float32, of float32 weights."""
     exact, cast = (made(name, network(dtype=torch.float32), max_entropy=1.0) for _ in range(2))
