@@ -31,6 +31,7 @@ LOSSES: dict[str, Callable[[Tensor], Loss]] = {
     "MM": lambda counts: pylosses.MultiMarginLoss(margin=1.0),
     "HEM-": lambda counts: pylosses.HEMLoss.from_class_counts(counts, shared=True),
     "HEM": lambda counts: pylosses.HEMLoss.from_class_counts(counts),
+    "HEM (label)": lambda counts: pylosses.HEMLoss.from_class_counts(counts, margin_index="label"),
 }
 SETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}
 RATIOS = (100, 10)
@@ -111,7 +112,8 @@ def report(results: Results) -> str:
         "Percent, mean ± standard deviation over the seeds. In brackets what the source publishes for CIFAR10-LT at ratio 100 "
         "with a ResNet32: another set and another network, for the order alone.\n\nHere a LeNet, "
         f"{s['largest']} images of the commonest class, {s['epochs']} epochs of Adam at 1e-3 for every loss. Unknown are four "
-        "made sets and two real ones. HEM's margins belong to the competing class, as its equation has it.\n"
+        "made sets and two real ones. HEM's margins belong to the competing class, as its equation has it; in the row (label) "
+        "to the label's class.\n"
     )
 
 
