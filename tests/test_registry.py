@@ -1,5 +1,6 @@
 """Is the table of losses true? Names, signatures, docstrings, kernels on each backend, and a loss added at run time."""
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -230,6 +231,16 @@ def test_formulas_and_the_table_agree(spec):
     """Of a loss's family and of what it takes."""
     facts = cpu.facts(spec.kernel)
     assert facts.family == spec.family and facts.labels == (spec.inputs == "labelled")
+
+
+@pytest.mark.skipif(cpu.absent is not None, reason=f"cpu: {cpu.absent}")
+@pytest.mark.parametrize("name", sorted(wanted_kernels("triton") & wanted_kernels("cpu")))
+def test_numbers_have_one_order(name):
+    """Triton's formulas name a loss's numbers as those of C++, in their order."""
+    pytest.importorskip("triton", reason="the formulas import it")
+    formula = importlib.import_module(f"pylosses.kernels.losses.{name}").FORMULA
+    found = [p.rstrip("_") for p in inspect.signature(formula.arguments).parameters]  # lambda is Python's own word
+    assert found == cpu.facts(name).own
 
 
 def test_no_driver_names_a_loss():

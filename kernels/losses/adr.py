@@ -38,8 +38,8 @@ def density(t, phi, OPTIONS: tl.constexpr):
     return f.to(ACC), by_phi.to(ACC), by_t.to(ACC)
 
 
-def arguments(top: float, variance: float, batch: float, l1: float, literal: float, detached: float) -> Arguments:
-    options = int(top), bool(literal), bool(detached)
+def arguments(top: float, variance: float, batch: float, l1: float, literal: float, detach_phi: float) -> Arguments:
+    options = int(top), bool(literal), bool(detach_phi)
     return Arguments((), options, regularizer_features(top, variance, batch, l1))
 
 

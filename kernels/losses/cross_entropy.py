@@ -37,9 +37,10 @@ def row(k, r, OPTIONS: tl.constexpr):
     return SoftmaxResult(loss, extra, slope, pull, label)
 
 
-def arguments(eps: float, temperature: float, cap: float, z: float) -> Arguments:
-    used = features(SCALED=temperature != 1, CAPPED=cap > 0, SMOOTH=eps > 0, EXTRA=z > 0)
-    return Arguments((eps, 1 / temperature, cap, z), (eps > 0, z > 0), used)
+def arguments(label_smoothing: float, temperature: float, softcap: float, z_loss: float) -> Arguments:
+    smooth, extra = label_smoothing > 0, z_loss > 0
+    used = features(SCALED=temperature != 1, CAPPED=softcap > 0, SMOOTH=smooth, EXTRA=extra)
+    return Arguments((label_smoothing, 1 / temperature, softcap, z_loss), (smooth, extra), used)
 
 
 FORMULA = Formula("softmax", row, 3, arguments)

@@ -34,13 +34,13 @@ def classes(s, hit, missed, stray, largest, OPTIONS: tl.constexpr):
     return ClassResult(loss, tl.where(constant, 0.0, 2.0 / safe), tl.where(constant, 0.0, both / safe / safe), present)
 
 
-def region_features(over_image: float, absent: float, **more: object) -> dict:
-    own = {"IMAGES": bool(over_image), "EXCLUDE": int(absent) == 2, "CE_OPTIONS": None, "NO_WEIGHT": False}
+def region_features(by_image: float, absent: float, **more: object) -> dict:
+    own = {"IMAGES": bool(by_image), "EXCLUDE": int(absent) == 2, "CE_OPTIONS": None, "NO_WEIGHT": False}
     return features() | own | more
 
 
-def arguments(smooth: float, over_image: float, absent: float) -> Arguments:
-    return Arguments((0.0, 1.0, 0.0, 0.0, 1.0, 0.0, smooth), (smooth > 0, int(absent)), region_features(over_image, absent))
+def arguments(smooth: float, by_image: float, absent: float) -> Arguments:
+    return Arguments((0.0, 1.0, 0.0, 0.0, 1.0, 0.0, smooth), (smooth > 0, int(absent)), region_features(by_image, absent))
 
 
 FORMULA = Formula("region", None, 2, arguments, classes)

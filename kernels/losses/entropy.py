@@ -18,4 +18,4 @@ def row(k, entropy, OPTIONS: tl.constexpr):
         return EntropyResult(entropy, one, one)
 
 
-FORMULA = Formula("entropy", row, 4, lambda limit, filtered: Arguments((limit,), (bool(filtered),)))
+FORMULA = Formula("entropy", row, 4, lambda limit, filter: Arguments((limit,), (bool(filter),)))

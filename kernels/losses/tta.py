@@ -54,12 +54,14 @@ def entry(k, p, own, rest, inside, first, OPTIONS: tl.constexpr):
     return g
 
 
-def arguments(positive: float, lam: float, k: float, skip: float, logit: float, limit: float, filtered: float) -> Arguments:
-    k, skip = int(k), int(skip)
-    options = int(positive), skip, k, bool(logit), bool(filtered)
-    count = 1 + skip + k
-    keep = 1 << (count - 1).bit_length()
-    return Arguments((lam, limit), options, {"BEFORE": skip, "COUNT": count, "KEEP": max(keep, 2), "READ": k > 0})
+def arguments(
+    top: float, lambda_: float, count: float, skip: float, logit_form: float, limit: float, filter: float
+) -> Arguments:
+    k, skip = int(count), int(skip)
+    options = int(top), skip, k, bool(logit_form), bool(filter)
+    ranks = 1 + skip + k
+    keep = 1 << (ranks - 1).bit_length()
+    return Arguments((lambda_, limit), options, {"BEFORE": skip, "COUNT": ranks, "KEEP": max(keep, 2), "READ": k > 0})
 
 
 FORMULA = Formula("select", row, 6, arguments, entry)
