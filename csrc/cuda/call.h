@@ -82,8 +82,9 @@ struct Map {
 
 template <class T>
 struct Call {
-  int loss, softmax, classes;  // softmax: the softmax formula that the loss is, or that is beside it
-  bool normed;                 // has that normed rows?
+  int loss, classes;
+  int softmax;  // the softmax formula that the loss is, or that is beside it
+  bool normed;  // has that normed rows?
   Reduction reduction;
   int64_t rows;
   const void* x;

@@ -127,7 +127,7 @@ select_gradient(PYL_PARAMETER Call<Accumulate<D>> c, PYL_PARAMETER SelectPlan<Ac
     if (ce) {
       T other_m = c.stat(kOtherTop, p.row), other_d = c.stat(kOtherSum, p.row);
       if (c.soft) {
-        to = soft_gradient_of(c, other_m, other_d, c.stat(kMass, p.row), w, up);
+        to = soft_gradient_of(c, other_m, other_d, c.stat(kMass, p.row), up);
       } else {
         T x_label = logit_at(row, stride, y, true);
         T du_label;

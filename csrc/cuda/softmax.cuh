@@ -151,7 +151,7 @@ softmax_gradient(PYL_PARAMETER Call<Accumulate<D>> c) {
     T m = saved(c, p, 0, label.live), d = saved(c, p, 1, label.live), late = 1, drag = 0;
     SoftmaxGradient<T> to;
     int y = c.soft ? -1 : label.y;
-    if (label.live && c.soft) to = soft_gradient_of(c, m, d, saved(c, p, 2, true), w, up);
+    if (label.live && c.soft) to = soft_gradient_of(c, m, d, saved(c, p, 2, true), up);
     if (label.live && !c.soft) {
       T x_label = logit_at(row, stride, y, true);
       RowNorm<T, T> norm;

@@ -142,7 +142,7 @@ PYL_DEVICE SoftmaxGradient<T> gradient_of(const Call<T>& c, T m, T d, T u_label,
   return g;
 }
 template <class T>
-PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Weights<T>& w, const Upstream<T>& up) {
+PYL_DEVICE SoftmaxGradient<T> soft_gradient_of(const Call<T>& c, T m, T d, T mass, const Upstream<T>& up) {
   SoftmaxGradient<T> g;
   SoftResult<T> result = soft_formula(c.softmax, c.numbers, batch_of(c, up.main), SoftRow<T>{m + log(d), mass});
   g.counts = !(d < 0);
