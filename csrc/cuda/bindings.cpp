@@ -185,7 +185,7 @@ py::tuple sizes(int loss, int dtype, const std::vector<double>& given, bool soft
   s.weight_sum = c.view.smooth, s.second_divisor = c.two_divisors;
   if (facts.family == Family::select && !selection_of(loss, r.numbers, 2).possible()) s.fixed = -1;
   if (facts.family == Family::region) {
-    s.fixed += 2 * sizeof(double), s.a_class = 2 * sizeof(double);  // one is lost to alignment
+    s.fixed += sizeof(double), s.a_class = 2 * sizeof(double);  // in whole doubles, cuda.py rounds up: they are aligned
     s.shape = region_view(loss, r.numbers).by_image ? LossShape::classes_of_images : LossShape::classes;
   }
   return told(s);
