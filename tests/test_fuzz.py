@@ -4,7 +4,7 @@ import fuzz
 import pytest
 import ranks
 import torch
-from calls import LAYOUTS, Recipe, judge
+from recipes import LAYOUTS, Recipe, judge
 
 import pylosses
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis
 import ranks
-from calls import Recipe, judge, recipes
+from recipes import Recipe, judge, recipes
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 #: examples between two looks at the clock

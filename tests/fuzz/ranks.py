@@ -7,15 +7,15 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import calls
+import recipes
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from calls import Found, Made, Recipe
+from recipes import Found, Made, Recipe
 
 import pylosses.parallel
 
-LOSSES = tuple(name for name in calls.FUNCTIONS if name in pylosses.parallel.FORMULAS)
+LOSSES = tuple(name for name in recipes.FUNCTIONS if name in pylosses.parallel.FORMULAS)
 WORLD = 2
 
 
@@ -38,11 +38,11 @@ def _rank(rank: int, port: int, questions: Any, answers: Any) -> None:
 
 
 def _call(r: Recipe, rank: int) -> tuple[Any, Any]:
-    made = calls.make(r)
+    made = recipes.make(r)
     part = _split(r.shape[1], r.seed)[rank]
-    x = calls.laid_out(made.x, r.layout)[:, part].detach().requires_grad_()
+    x = recipes.laid_out(made.x, r.layout)[:, part].detach().requires_grad_()
     given: tuple[Any, ...] = () if made.y is None else (made.y[:, part] if r.target == "soft" else made.y,)
-    function = getattr(pylosses.parallel, calls.FUNCTIONS[r.loss])
+    function = getattr(pylosses.parallel, recipes.FUNCTIONS[r.loss])
     if r.transform == "checkpoint":
         loss = torch.utils.checkpoint.checkpoint(lambda t: function(t, *given, **made.arguments), x, use_reentrant=False)
     else:
@@ -80,7 +80,7 @@ class Pair:
 
     def judge(self, r: Recipe) -> str | None:
         r = r._replace(features=0, lazy="", device="")
-        made: Made = calls.make(r)
+        made: Made = recipes.make(r)
         if not self.processes:
             self._start()
         for queue in self.questions:
@@ -102,4 +102,4 @@ class Pair:
             return "the ranks have two losses"
         whole = Found(loss, (torch.cat([found[i][1] for i in range(WORLD)], 1),))
         statistics = torch.float64 if r.dtype == "float64" else torch.float32
-        return calls.compare(r, made, whole, calls.truth(r, made, statistics), calls.truth(r, made, torch.float64))
+        return recipes.compare(r, made, whole, recipes.truth(r, made, statistics), recipes.truth(r, made, torch.float64))
