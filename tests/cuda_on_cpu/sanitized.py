@@ -46,6 +46,9 @@ def cases(spec: Any) -> Any:
 def main(library: str, wrong: bool) -> None:
     import torch
 
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    from cases import arguments_of
+
     import pylosses
     from pylosses.spec import LOSSES
 
@@ -64,9 +67,7 @@ def main(library: str, wrong: bool) -> None:
             seen.add(spec.kernel)
             for x in cases(spec):
                 classes = x.shape[1]
-                arguments = spec.sample(0, classes)
-                if "top" in arguments:
-                    arguments["top"] = min(arguments["top"], classes)
+                arguments = arguments_of(spec, 0, classes, x.dtype)
                 inputs = [x.requires_grad_()]
                 if spec.inputs == "labelled":
                     inputs.append(torch.arange(x.numel() // classes).view(x.shape[:1] + x.shape[2:]) % classes)
