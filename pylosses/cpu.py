@@ -125,12 +125,12 @@ def backward(call: Call, x: Tensor, saved: Tensor, grad: Tensor, out: Tensor | N
     return result
 
 
-def scores(x: Tensor, temperature: float, gamma: float, most: int) -> tuple[Tensor, ...]:
-    """The fields of `ConfidenceScores`, shaped like labels of x; `most` classes enter gen."""
+def scores(x: Tensor, temperature: float, gamma: float, most: int, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    """The fields of `ConfidenceScores` that are `wanted`, shaped like labels of x; `most` classes enter gen."""
     shape = label_shape(x.shape)
     dtypes = [ACCUMULATE[x.dtype]] * 5 + [torch.int64]
-    found = [torch.empty(shape, dtype=dtype, device=DEVICE) for dtype in dtypes]
-    pointers = [score.data_ptr() for score in found]
+    found = [torch.empty(shape, dtype=d, device=DEVICE) if w else None for d, w in zip(dtypes, wanted, strict=True)]
+    pointers = [_pointer(score) for score in found]
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     logits = _DTYPE[x.dtype], x.data_ptr(), x.shape, x.stride()
     _cpu.scores(*logits, torch.get_num_threads(), temperature, gamma, min(most, classes), pointers)

@@ -6,7 +6,8 @@ gen = -sum over the m largest p of p^gamma (1 - p)^gamma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .spec import LossSpec, register
 
 
 class ConfidenceScores(NamedTuple):
-    """Scores shaped like the labels; higher = more confident."""
+    """Scores shaped like the labels, higher = more confident; None in the place of those that were not asked for."""
 
     msp: Tensor  #: largest probability
     mls: Tensor  #: largest logit
@@ -29,28 +30,41 @@ class ConfidenceScores(NamedTuple):
     prediction: Tensor  #: int64 index of the largest logit
 
 
-def reference(x: Tensor, *, temperature: float, gen_gamma: float, gen_m: int) -> ConfidenceScores:
-    """Scores of (R, C)."""
+NAMES = ConfidenceScores._fields
+
+
+def reference(
+    x: Tensor, *, temperature: float, gen_gamma: float, gen_m: int, scores: Sequence[str] = NAMES
+) -> ConfidenceScores:
+    """Those scores of (R, C)."""
+    found: dict[str, Any] = dict.fromkeys(NAMES)
     top = x.argmax(dim=1, keepdim=True)  # the first of equals
     x_top = x.gather(1, top)
-    # ln p and ln(1 - p) of the top class from its log odds: where p rounds to 1, neither rounds to a wrong number. Elsewhere
-    # p is at most 1/2 and the plain forms are exact.
-    odds = torch.where(x_top == torch.inf, torch.nan, _lse(x.scatter(1, top, -torch.inf)) - x_top)
-    logp_top, log_rest_top = torch.nn.functional.logsigmoid(-odds), torch.nn.functional.logsigmoid(odds)
-    logp = torch.log_softmax(x, dim=1).scatter(1, top, logp_top)
-    log_rest = torch.log1p(-logp.scatter(1, top, -torch.inf).exp()).scatter(1, top, log_rest_top)
-    # A log-space power: gamma magnifies what exp would flush to zero.
-    terms = torch.exp(gen_gamma * (logp + log_rest))
-    if gen_m < x.shape[1]:
-        terms = terms.gather(1, logp.topk(gen_m, dim=1).indices)
-    return ConfidenceScores(
-        msp=logp_top.exp()[:, 0],
-        mls=x_top[:, 0],
-        energy=temperature * torch.logsumexp(x / temperature, dim=1),
-        gen=0 - terms.sum(dim=1),
-        neg_entropy=(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(dim=1),
-        prediction=top[:, 0],
-    )
+    if "mls" in scores:
+        found["mls"] = x_top[:, 0]
+    if "prediction" in scores:
+        found["prediction"] = top[:, 0]
+    if "energy" in scores:
+        found["energy"] = temperature * torch.logsumexp(x / temperature, dim=1)
+    if not {"msp", "gen", "neg_entropy"}.isdisjoint(scores):
+        # ln p and ln(1 - p) of the top class from its log odds: where p rounds to 1, neither rounds to a wrong number. Elsewhere
+        # p is at most 1/2 and the plain forms are exact.
+        odds = torch.where(x_top == torch.inf, torch.nan, _lse(x.scatter(1, top, -torch.inf)) - x_top)
+        logp_top, log_rest_top = torch.nn.functional.logsigmoid(-odds), torch.nn.functional.logsigmoid(odds)
+    if "msp" in scores:
+        found["msp"] = logp_top.exp()[:, 0]
+    if not {"gen", "neg_entropy"}.isdisjoint(scores):
+        logp = torch.log_softmax(x, dim=1).scatter(1, top, logp_top)
+    if "neg_entropy" in scores:
+        found["neg_entropy"] = (logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(dim=1)
+    if "gen" in scores:
+        log_rest = torch.log1p(-logp.scatter(1, top, -torch.inf).exp()).scatter(1, top, log_rest_top)
+        # A log-space power: gamma magnifies what exp would flush to zero.
+        terms = torch.exp(gen_gamma * (logp + log_rest))
+        if gen_m < x.shape[1]:
+            terms = terms.gather(1, logp.topk(gen_m, dim=1).indices)
+        found["gen"] = 0 - terms.sum(dim=1)
+    return ConfidenceScores(**found)
 
 
 def _lse(x: Tensor) -> Tensor:
@@ -65,6 +79,7 @@ def confidence_scores(
     temperature: float = 1.0,
     gen_gamma: float = 0.1,
     gen_m: int = 100,
+    scores: Iterable[str] | None = None,
     backend: str | None = None,
 ) -> ConfidenceScores:
     r"""Every confidence score of a row of logits, for out-of-distribution detection and rejection: higher = more confident.
@@ -80,6 +95,7 @@ def confidence_scores(
         temperature: :math:`T` of the energy, above 0; the other scores have none.
         gen_gamma: exponent of the generalized entropy, above 0.
         gen_m: how many of the largest probabilities it takes, at least 1; all when it exceeds C.
+        scores: names of the fields wanted, such as ``("msp", "energy")``; the others are not computed, and None. None: all.
         backend: "cpu", "reference" or None; others raise with the reason. Where a gradient is wanted, or the call is traced,
             None is "reference".
 
@@ -103,17 +119,32 @@ def confidence_scores(
     >>> scores = confidence_scores(torch.tensor([[20.0, 0.0, 0.0, 0.0, 0.0]]))
     >>> scores.gen, scores.prediction
     (tensor([-0.6968]), tensor([0]))
+    >>> confidence_scores(torch.tensor([[2.0, 2.0]]), scores=("msp",))
+    ConfidenceScores(msp=tensor([0.5000]), mls=None, energy=None, gen=None, neg_entropy=None, prediction=None)
     """
     problem = check.unlabelled(input, None, None, "none", None)
     temperature = check.number("temperature", temperature, above=0.0)
     gen_gamma = check.number("gen_gamma", gen_gamma, above=0.0)
     gen_m = check.integer("gen_m", gen_m, least=1)
+    wanted = _names(scores)
     input = problem.x
     if choose(SPEC, problem, backend, _obstacle(problem)) == "cpu":
-        return ConfidenceScores(*cpu.scores(input, temperature, gen_gamma, gen_m))
+        return ConfidenceScores(*cpu.scores(input, temperature, gen_gamma, gen_m, tuple(name in wanted for name in NAMES)))
     x = (input.movedim(1, -1) if input.dim() > 2 else input).reshape(-1, problem.classes).to(problem.dtype)
-    scores = reference(x, temperature=temperature, gen_gamma=gen_gamma, gen_m=gen_m)
-    return ConfidenceScores(*(score.reshape(problem.shape) for score in scores))
+    found = reference(x, temperature=temperature, gen_gamma=gen_gamma, gen_m=gen_m, scores=wanted)
+    return ConfidenceScores(*(None if score is None else score.reshape(problem.shape) for score in found))
+
+
+def _names(scores: Iterable[str] | None) -> tuple[str, ...]:
+    """The fields asked for, by name."""
+    if scores is None:
+        return NAMES
+    if not isinstance(scores, Iterable):
+        raise TypeError(f"scores must be names out of {', '.join(map(repr, NAMES))}, got {type(scores).__name__}")
+    names = (scores,) if isinstance(scores, str) else tuple(scores)
+    if not names:
+        raise ValueError(f"scores must name at least one of {', '.join(map(repr, NAMES))}, got none")
+    return tuple(check.choice("scores", name, NAMES) for name in names)
 
 
 def _obstacle(problem: Problem) -> str | None:

@@ -117,8 +117,9 @@ struct Largest {
     while (size < most) kept.data[size++] = bar;
   }
   void gather(const T* p, int64_t n) {
-    over_lanes(p, n, -infinity<T>(), [&](V v, int64_t i, int) {
-      for (int bits = bits_of<T>(v > bar); bits; bits &= bits - 1) kept.data[size++] = p[i + __builtin_ctz(bits)];
+    over_lanes(p, n, -infinity<T>(), [&](V v, int64_t, int) {
+      int bits = bits_of<T>(v > bar);
+      if (bits) size += put_lanes(kept.data + size, v, bits);
     });
   }
   // in every lane
@@ -221,7 +222,7 @@ struct ScoreRows {
     s.rest = all(rest), s.moment = all(moment);
     if (out.hot) s.rest_hot = all(sum([&](V v) { return exp_below((v - base) * cool); }));
     if (out.gen) s.log_rest = rest < faint<T>() ? all(log_of_faint(base)) : log(s.rest);
-    auto others = [&](V log_all) { return all(gen_of_others(base, log_all)); };
+    auto others = [&](V log_all) { return all(gen_of_others(log_all)); };
     score(k, out, s, others, [&](T* to, V v) { to[row] = v[0]; });
   }
   double log_of_faint(T base) const {
@@ -232,16 +233,16 @@ struct ScoreRows {
     if (second == -infinity<T>()) return second;
     return (static_cast<double>(second) - base) + __builtin_log(sum([&](V v) { return exp_below(v - second); }));
   }
-  double gen_of_others(T base, V log_all) {
-    T gamma = static_cast<T>(k.gamma);
-    auto term = [&](V v) { return gen_term(gamma, v - base, log_all); };
+  double gen_of_others(V log_all) {
+    T m = x[top], gamma = static_cast<T>(k.gamma);
+    if (k.most == 1 || !(m - m == 0)) return 0;  // gen is NaN where there are no probabilities
+    auto term = [&](V v) { return gen_term(gamma, v - m, log_all); };
     if (k.most >= classes) return sum(term);
-    if (k.most == 1 || !(x[top] - base == 0)) return 0;  // without probabilities, gen is NaN
-    largest.begin(base);
+    largest.begin(m);
     over_blocks(0, classes, [&](int64_t j, int64_t n) { largest.offer(x + j, n); });
     largest.cut();
     T* kept = largest.kept.data;
-    kept[first_of(kept, largest.size, [&](V v) { return v == base; })] = -infinity<T>();
+    kept[first_of(kept, largest.size, [&](V v) { return v == m; })] = -infinity<T>();
     double total = 0;
     over_lanes(kept, largest.size, -infinity<T>(), [&](V v, int64_t, int) { total += sum_of(term(v)); });
     return total;

@@ -331,6 +331,20 @@ PYL_INLINE typename Lanes<T>::I lanes_of(int bits) {
   for (int i = 0; i < Lanes<T>::W; ++i) lane[i] = typename Lanes<T>::IntScalar(1) << i;
   return ((I{} + bits) & lane) != 0;
 }
+// Writes the lanes whose bit is set side by side to p, where a whole vector has room; returns how many they are.
+template <class V>
+PYL_INLINE int put_lanes(Scalar<V>* p, V v, int bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Scalar<V>) == 4) v = (V)_mm512_maskz_compress_ps((__mmask16)bits, (__m512)v);
+  else v = (V)_mm512_maskz_compress_pd((__mmask8)bits, (__m512d)v);
+  __builtin_memcpy(p, &v, sizeof v);
+  return __builtin_popcount(bits);
+#else
+  int n = 0;
+  for (; bits; bits &= bits - 1) p[n++] = v[__builtin_ctz(bits)];
+  return n;
+#endif
+}
 // The bits of lanes i.. of a long row of bits; i is a multiple of W. Put them in rising order of i.
 template <class T>
 PYL_INLINE void put_bits(uint8_t* row, int64_t i, int bits) {
