@@ -270,11 +270,18 @@ def test_own_arguments(function, arguments, words):
         ("tta_loss", {"k": -3}, ("k", "-3")),
         ("confidence_scores", {"temperature": 0.0}, ("temperature", "0.0")),
         ("confidence_scores", {"gen_m": 0}, ("gen_m", "0")),
+        ("confidence_scores", {"scores": ("msp", "max")}, ("scores", "'max'", "'msp'", "'prediction'")),
+        ("confidence_scores", {"scores": ()}, ("scores", "none", "'msp'", "'prediction'")),
     ],
 )
 def test_own_arguments_without_labels(function, arguments, words):
     with raises(ValueError, *words):
         getattr(pylosses, function)(X, **arguments)
+
+
+def test_scores_are_names():
+    with raises(TypeError, "scores", "'msp'", "int"):
+        pylosses.confidence_scores(X, scores=3)
 
 
 @pytest.mark.parametrize("function", ["knl_loss", "tta_loss"])

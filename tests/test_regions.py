@@ -3,6 +3,8 @@
 Thread counts, images of odd sizes, pieces of an area, large half images, what is saved; scores on every dtype and layout.
 """
 
+import time
+
 import mpmath
 import numpy as np
 import pytest
@@ -267,6 +269,101 @@ def test_scores_of_special_rows(backend, classes):
             got, wanted = (pylosses.confidence_scores(rows, backend=b, **options) for b in (backend, "reference"))
             for name, a, b in zip(got._fields, got, wanted, strict=True):
                 assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6, equal_nan=True), (name, options, a, b)
+
+
+def rows_to_select_from(classes: int) -> torch.Tensor:
+    """Rows whose largest classes are hard to tell apart or lie in an unlucky order; -inf and ties around the last one chosen."""
+    g = torch.Generator().manual_seed(classes)
+    x = 3 * torch.randn(12, classes, generator=g)
+    x[1], x[2] = x[1].sort().values, x[2].sort(descending=True).values
+    x[3] = x[3].round()  # many are equal
+    x[4] = 0.25
+    x[5, classes // 3 :] = -float("inf")
+    x[6, 1:] = -float("inf")
+    x[7] = 1e-40 * torch.arange(classes)  # below the normal range, on both sides of 0
+    x[7, ::2] *= -1
+    x[8] += 1000
+    x[9] = -30 - x[9].abs()
+    x[10, torch.randperm(classes, generator=g)[: classes // 2]] = x[10].max()  # several are the largest
+    x[11] *= 20
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("classes", [7, 33, 130, 1000, 2049, 4500])
+@pytest.mark.parametrize("backend", SCORES)
+def test_gen_takes_the_largest_classes(backend, classes, dtype):
+    """However many there are to choose, wherever they lie in the row, in whatever order they come."""
+    x = rows_to_select_from(classes).to(dtype)
+    for most in sorted({1, 2, classes // 10 + 1, classes // 2, classes - 1}):
+        same_scores(x, backend, f"rows, {most} of {classes}", gen_m=most)
+        if classes <= 1000:
+            same_scores(x.T[None].contiguous(), backend, f"pixels, {most} of {classes}", gen_m=most)
+
+
+@pytest.mark.parametrize("layout", ["rows", "pixels"])
+@pytest.mark.parametrize("backend", SCORES)
+def test_gen_costs_a_few_passes(backend, layout, threads):
+    """The largest hundred are found in a few times what the other scores take; one by one, it took fifty times as long."""
+    threads(1)
+    x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(10))
+    x = x if layout == "rows" else x.T[None].contiguous()
+
+    def seconds(most: int) -> float:
+        start = time.perf_counter()
+        pylosses.confidence_scores(x, gen_m=most, backend=backend)
+        return time.perf_counter() - start
+
+    turns = [(seconds(100), seconds(1)) for _ in range(30)]
+    selected, none = (min(times) for times in zip(*turns, strict=True))
+    assert selected < 15 * none, (selected, none)
+
+
+@pytest.mark.parametrize("backend", backends_of(LOSSES["confidence_scores"]))
+def test_scores_asked_for(backend):
+    """Each alone and several have the bits that they have among all; the others are None."""
+    names = pylosses.ConfidenceScores._fields
+    choices = [(name,) for name in names] + [("msp", "energy"), ["prediction", "gen"], {"neg_entropy", "mls"}, "gen", names]
+    for shape in ((9, 7), (9, 45), (2, 7, 3), (5,)):
+        x = 4 * torch.randn(shape, generator=torch.Generator().manual_seed(11))
+        x.view(-1)[0] = 100.0  # what is beside it underflows
+        for options in ({"gen_m": 3}, {"temperature": 2.0}):
+            wanted = pylosses.confidence_scores(x, backend=backend, **options)
+            for choice in choices:
+                got = pylosses.confidence_scores(x, scores=choice, backend=backend, **options)
+                for name in names:
+                    one = getattr(got, name)
+                    if name in ((choice,) if isinstance(choice, str) else choice):
+                        assert torch.equal(one, getattr(wanted, name)), (name, choice, shape, options)
+                    else:
+                        assert one is None, (name, choice)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "absent"),
+    [
+        (("mls", "prediction"), ("exp", "log", "sum", "topk", "softmax", "sigmoid")),
+        (("energy",), ("topk", "softmax", "sigmoid")),
+        (("msp",), ("topk", "softmax")),
+        (("neg_entropy",), ("topk", "log1p")),
+    ],
+)
+def test_scores_that_are_not_asked_for_are_not_traced(wanted, absent):
+    """What a compiled call consists of."""
+    graphs = []
+
+    def keep(module, _inputs):
+        graphs.append(module)
+        return module
+
+    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(12))
+    torch.compiler.reset()
+    got = torch.compile(lambda t: pylosses.confidence_scores(t, scores=wanted), fullgraph=True, backend=keep)(x)
+    (graph,) = graphs
+    assert "argmax" in graph.code and not any(word in graph.code for word in absent), graph.code
+    for name, a, b in zip(got._fields, got, pylosses.confidence_scores(x, scores=wanted), strict=True):
+        assert (a is None) == (name not in wanted) == (b is None)
+        assert a is None or torch.allclose(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)

@@ -58,7 +58,7 @@ API = {
     ),
     "linear_hem_loss": ("LinearHEMLoss", "input linear_weight target", {"linear_bias": None, **HEM}),
     "linear_loss": (None, "input linear_weight target", {"loss": "focal", "linear_bias": None}),
-    "confidence_scores": (None, "input", {"temperature": 1.0, "gen_gamma": 0.1, "gen_m": 100}),
+    "confidence_scores": (None, "input", {"temperature": 1.0, "gen_gamma": 0.1, "gen_m": 100, "scores": None}),
     "auroc": (None, "score_in score_out", {}),
     "dar": (None, "clean_conf clean_correct adv_conf adv_correct", {"accept": 0.95, "count_rejected_correct": False}),
     "ece": (None, "confidence correct", {"bins": 15}),

@@ -71,11 +71,11 @@ template <class V, class F>
 PYL_INLINE V bar_below(V top, int64_t most, F above) {
   Int<V> low = ordered<V>((Int<V>)splat<V>(-infinity<Scalar<V>>())) - 1, high = ordered<V>((Int<V>)top);
   for (;;) {
-    Int<V> middle = (low & high) + ((low ^ high) >> 1);
-    if (!any(middle != low)) return (V)ordered<V>(high);
+    Int<V> middle = (low & high) + ((low ^ high) >> 1), open = middle != low;
+    if (!any(open)) return (V)ordered<V>(high);
     Int<V> count = above((V)ordered<V>(middle)), wanted = Int<V>{} + static_cast<typename Lanes<Scalar<V>>::IntScalar>(most);
     low = where(count >= wanted, middle, low);
-    high = where(count <= wanted, middle, high);
+    high = where(open & (count <= wanted), middle, high);
   }
 }
 
