@@ -47,8 +47,8 @@ def reference(
     if "energy" in scores:
         found["energy"] = temperature * torch.logsumexp(x / temperature, dim=1)
     if not {"msp", "gen", "neg_entropy"}.isdisjoint(scores):
-        # ln p and ln(1 - p) of the top class from its log odds: where p rounds to 1, neither rounds to a wrong number. Elsewhere
-        # p is at most 1/2 and the plain forms are exact.
+        # ln p and ln(1 - p) of the top class from its log odds: where p rounds to 1, neither rounds to a wrong number.
+        # Elsewhere p is at most 1/2 and the plain forms are exact.
         odds = torch.where(x_top == torch.inf, torch.nan, _lse(x.scatter(1, top, -torch.inf)) - x_top)
         logp_top, log_rest_top = torch.nn.functional.logsigmoid(-odds), torch.nn.functional.logsigmoid(odds)
     if "msp" in scores:

@@ -272,7 +272,7 @@ def test_scores_of_special_rows(backend, classes):
 
 
 def rows_to_select_from(classes: int) -> torch.Tensor:
-    """Rows whose largest classes are hard to tell apart or lie in an unlucky order; -inf and ties around the last one chosen."""
+    """Rows whose largest classes are hard to tell apart or lie in an unlucky order; -inf and ties around the last one."""
     g = torch.Generator().manual_seed(classes)
     x = 3 * torch.randn(12, classes, generator=g)
     x[1], x[2] = x[1].sort().values, x[2].sort(descending=True).values
@@ -306,7 +306,7 @@ def test_gen_takes_the_largest_classes(backend, classes, dtype):
 def test_gen_costs_a_few_passes(backend, layout, threads):
     """The largest hundred are found in a few times what the other scores take; one by one, it took fifty times as long."""
     threads(1)
-    x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(10))
+    x = torch.randn(512, 1000, generator=torch.Generator().manual_seed(10))  # more than branches are remembered for
     x = x if layout == "rows" else x.T[None].contiguous()
 
     def seconds(most: int) -> float:
@@ -314,9 +314,9 @@ def test_gen_costs_a_few_passes(backend, layout, threads):
         pylosses.confidence_scores(x, gen_m=most, backend=backend)
         return time.perf_counter() - start
 
-    turns = [(seconds(100), seconds(1)) for _ in range(30)]
+    turns = [(seconds(100), seconds(1)) for _ in range(10)]
     selected, none = (min(times) for times in zip(*turns, strict=True))
-    assert selected < 15 * none, (selected, none)
+    assert selected < 12 * none, (selected, none)
 
 
 @pytest.mark.parametrize("backend", backends_of(LOSSES["confidence_scores"]))

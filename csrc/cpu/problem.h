@@ -60,7 +60,7 @@ struct Problem {
   Layout grad_layout;
 };
 
-// What confidence scores are asked for, and where they go: (rows), accumulation type.
+// What confidence scores are asked for, and where they go: (rows), accumulation type; null: not asked for.
 struct Scores {
   double temperature, gamma;
   int64_t most;  // classes of gen
