@@ -25,6 +25,7 @@ from .select import NOWHERE, at_rank, behind, best_add, last_of, no_best, ranked
 from .soft import load_targets, soft_gradient, soft_loss, soft_slopes, soft_sums_add
 from .softmax_row import Sums, backward_result, features, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
+    is_half,
     labels_of,
     load_block,
     load_label,
@@ -70,10 +71,12 @@ def statistics(
         s = merged(s, moments_of(x))
         best = best_add(best.value, best.at, x, o_c)
         if CE == HARD:
-            sums = sums_add(sums, x, o_c, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
+            sums = sums_add(
+                sums, x, o_c, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, is_half(p_x), ACC
+            )
         if CE == SOFT:
             q = load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
-            sums = soft_sums_add(sums, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+            sums = soft_sums_add(sums, x, q, o_c, k, p_shift, C, SCALED, CAPPED, is_half(p_x), ACC)
     s = ended(s)
     d = 1.0 + s.rest
     best = ranked(best.value, best.at, COUNT, KEEP)
@@ -190,10 +193,10 @@ def backward(
         if CE != ALONE:
             if CE == HARD:
                 one = tl.full((ROWS,), 1.0, ACC)
-                ce = gradient_of(s, x, o_c, labels, one, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
+                ce = gradient_of(s, x, o_c, labels, one, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, is_half(p_x), ACC)
             else:
                 q = load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
-                ce = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+                ce = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, is_half(p_x), ACC)
             g += tl.where((up == 0)[:, None], 0.0, ce)
         store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 

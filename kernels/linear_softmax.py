@@ -93,7 +93,7 @@ def tiles(
     for start in range(first, last, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = logits_of(p_h, p_w, p_b, h_at, w_at, rows, o_c, C, D, ROWS, BLOCK, STEP, TYPE, PRECISION, ACC)
-        s = sums_add(s, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
+        s = sums_add(s, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, False, ACC)
     p = place(p_parts, tl.program_id(1), 0, SUMS, rows.number, count)
     tl.store(p, s.m, rows.exists)
     tl.store(p + count, s.d, rows.exists)
@@ -182,7 +182,7 @@ def gradient(p_slopes, rows, count, labels, x, o_c, k, p_weight, p_shift, C, FEA
         tl.load(p + 2 * count, rows.exists, other=0.0), tl.load(p + 3 * count, rows.exists, other=0.0),
     )  # fmt: skip
     late = tl.load(p + 4 * count, rows.exists, other=0.0)
-    g = gradient_of(s, x, o_c, labels, late, k, p_weight, p_shift, C, FEATURES[0], FEATURES[1], FEATURES[2], ACC)
+    g = gradient_of(s, x, o_c, labels, late, k, p_weight, p_shift, C, FEATURES[0], FEATURES[1], FEATURES[2], False, ACC)
     if FEATURES[3]:
         g -= tl.load(p + 5 * count, rows.exists, other=0.0)[:, None] * others(x, o_c, labels.y)
     return tl.where(rows.exists[:, None] & (o_c < C)[None, :], g, 0.0)

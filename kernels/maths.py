@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471824645996)  # in float32, and what that leaves of it
+LN2_REST = tl.constexpr(-1.904654299957768e-09)
 LN2_HIGH = tl.constexpr(0.693359375)  # few digits: its products with exponents are exact
 LN2_LOW = tl.constexpr(-2.12194440e-4)
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
@@ -31,6 +33,21 @@ def _large_exp(x):
     """e^x where 2^n is no float32, by two halves."""
     half = tl.exp2(x * (0.5 * LOG2E))
     return half * half
+
+
+@triton.jit
+def exp_below_zero(x, ROUGH: tl.constexpr):
+    """e^x for x <= 0. ROUGH, for logits of half precision: one exponential in base 2, whose argument is rounded, so that e^x is
+    wrong by up to 6e-8 |x| of itself."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    elif ROUGH:
+        return tl.exp2(x * LOG2E)
+    else:
+        x = tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL)  # where e^x is 0: -inf would become NaN
+        t = x * LOG2E
+        y = tl.exp2(t)
+        return tl.fma(y, tl.fma(t, -LN2_REST, tl.fma(t, -LN2, x)), y)  # the argument's rounding error is exact
 
 
 @triton.jit

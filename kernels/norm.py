@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .softmax_row import Slopes
+from .tile import are_labels
 
 
 @triton.jit
@@ -15,7 +16,7 @@ def unmasked(x):
 @triton.jit
 def others(x, o_c, y):
     """The logits that the norm takes beside the label's."""
-    return tl.where(o_c[None, :] == y[:, None], 0.0, unmasked(x))
+    return tl.where(are_labels(o_c, y), 0.0, unmasked(x))
 
 
 @triton.jit

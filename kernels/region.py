@@ -25,6 +25,7 @@ from .softmax_row import Sums, backward_result, forward_result, gradient_of, slo
 from .tile import (
     MEAN,
     NONE,
+    is_half,
     labels_of,
     load_block,
     load_label,
@@ -78,7 +79,9 @@ def forward(
                 x = load_block(p_row, o, x_at, live, C, ACC)
             m, d, others = online(m, d, others, x, o, labels)
             if CE_OPTIONS is not None:
-                sums = sums_add(sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, ACC)
+                sums = sums_add(
+                    sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, is_half(p_x), ACC
+                )
         d = tl.where(m == -float("inf"), float("nan"), d)
         if WHOLE:
             parts = parts_add(parts, parts_of(x, m, d, others, o_c, labels, s))
@@ -172,7 +175,7 @@ def backward(
         q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], C, REDUCTION)
         g = (scale * weights.s)[:, None] * (exp(x - m[:, None]) / d[:, None]) * ((q - leading[:, None]) - inner[:, None])
         if CE_OPTIONS is not None:
-            g += gradient_of(s, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
+            g += gradient_of(s, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, is_half(p_x), ACC)
         store_block(p_grad, o, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
-from .maths import exp, log
-from .softmax_row import Slopes, Sums, mapped
+from .maths import exp, exp_below_zero, log
+from .softmax_row import Slopes, Sums, mapped_classes
 from .tile import (
     class_pointers,
     counted,
     emit,
     inside,
+    is_half,
     labels_of,
     load_block,
     load_classes,
@@ -44,13 +45,14 @@ def load_targets(p_soft, o_c, at, read, p_weight, eps, C, ACC: tl.constexpr):
 
 
 @triton.jit
-def soft_sums_add(s, x, q, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ACC: tl.constexpr):
+def soft_sums_add(
+    s, x, q, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUGH: tl.constexpr, ACC: tl.constexpr
+):
     """The sums of softmax.py over all classes, with q in the place of the class weights."""
-    u, _ = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-    u = tl.where((o_c < C)[None, :], u, -float("inf"))
+    u, _ = mapped_classes(x, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
     m = tl.maximum(s.m, tl.max(u, 1))
     base = tl.where(m == -float("inf"), 0.0, m)
-    d = s.d * exp(s.m - base) + tl.sum(exp(u - base[:, None]), 1)
+    d = s.d * exp(s.m - base) + tl.sum(exp_below_zero(u - base[:, None], ROUGH), 1)
     step = tl.where(s.seen == 0, 0.0, (base - tl.where(s.m == -float("inf"), 0.0, s.m)) * s.seen)
     spread = s.spread + step + tl.sum(tl.where(q == 0, 0.0, q * (base[:, None] - u)), 1)
     return Sums(m, d, s.moment, spread, s.seen + tl.sum(q, 1))
@@ -73,9 +75,11 @@ def soft_slopes(m, d, mass, up, main, k, EXTRA: tl.constexpr):
 
 
 @triton.jit
-def soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ACC: tl.constexpr):
-    u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-    return (s.others[:, None] * exp(u - s.base[:, None]) - s.pull[:, None] * q) * du
+def soft_gradient(
+    s, x, q, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUGH: tl.constexpr, ACC: tl.constexpr
+):
+    u, du = mapped_classes(x, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+    return (s.others[:, None] * exp_below_zero(u - s.base[:, None], ROUGH) - s.pull[:, None] * q) * du
 
 
 @triton.jit
@@ -98,7 +102,7 @@ def forward(
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, rows.exists, C, ACC)
         q = load_targets(p_soft, o_c, soft_at, rows.exists, p_weight, k[0], C, ACC)
-        sums = soft_sums_add(sums, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+        sums = soft_sums_add(sums, x, q, o_c, k, p_shift, C, SCALED, CAPPED, is_half(p_x), ACC)
     loss, lse = soft_loss(sums)
     extra = zero
     if EXTRA:
@@ -134,7 +138,7 @@ def backward(
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
         q = load_targets(p_soft, o_c, soft_at, live, p_weight, k[0], C, ACC)
-        g = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+        g = soft_gradient(s, x, q, o_c, k, p_shift, C, SCALED, CAPPED, is_half(p_x), ACC)
         store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
 
 

@@ -15,11 +15,21 @@ from torch import Tensor
 from .formula import Formula
 from .launch import backward_pass, forward_pass
 from .norm import late_of, others, squares_add, with_norm
-from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
+from .softmax_row import (
+    Sums,
+    backward_result,
+    forward_result,
+    gradient_of,
+    slopes_of,
+    slopes_where,
+    sums_add,
+    weight_sum,
+)
 from .tile import (
     LEFT_OUT,
     counted,
     emit,
+    is_half,
     labels_of,
     load_block,
     load_label,
@@ -68,7 +78,9 @@ def forward(
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         if not WHOLE:
             x = load_block(p_x, start + o_c, x_at, live, C, ACC)
-        sums = sums_add(sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, ACC)
+        sums = sums_add(
+            sums, x, start + o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, NORM, is_half(p_x), ACC
+        )
     if not NORM:  # not before the loop, through which it would take a register
         x_label = load_label(p_x, labels.y, x_at, live, ACC)
     result = forward_result(
@@ -117,13 +129,18 @@ def backward(
     s = slopes_of(result, m, d, up)
     if NORM:
         s, drag = with_norm(s, up * result.slope, x_label, rest, saved(p_saved, rows, count, 3, live), late, k)
+        drag = tl.where(live, drag, 0.0)
+        late = tl.where(live, late, 1.0)
+    s = slopes_where(live, s)  # the others' logits are -inf, whose exponential is 0
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
-        g = gradient_of(s, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, ACC)
+        g = gradient_of(s, x, o_c, labels, late, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, is_half(p_x), ACC)
         if NORM:
             g -= drag[:, None] * others(x, o_c, labels.y)
-        store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
+        if SMOOTH:  # class weights may be infinite
+            g = tl.where(live[:, None], g, 0.0)
+        store_block(p_grad, o_c, grad_at, rows.exists, C, g)
 
 
 def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statistics: Tensor | None) -> None:

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .maths import exp, log, log1p, tanh, weighted
-from .tile import load_classes
+from .maths import exp, exp_below_zero, log, log1p, tanh, weighted
+from .tile import are_labels, load_classes
 
 
 class SoftmaxRow(NamedTuple):
@@ -47,8 +47,8 @@ def through_a(r, value, slope):
 
 
 @triton.jit
-def mapped(x, shift, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """u and du/dx."""
+def mapped(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """u, without its shift, and du/dx."""
     u = x
     du = tl.full(x.shape, 1.0, x.dtype)
     if CAPPED:
@@ -59,7 +59,16 @@ def mapped(x, shift, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     if SCALED:
         u = u * scale
         du = du * scale
-    return u + shift, du
+    return u, du
+
+
+@triton.jit
+def mapped_classes(x, o_c, k, p_shift, C, SCALED: tl.constexpr, CAPPED: tl.constexpr, ACC: tl.constexpr):
+    """u and du/dx of a block."""
+    u, du = mapped(x, k[1], k[2], SCALED, CAPPED)
+    if p_shift is not None:
+        u += load_classes(p_shift, o_c, C, 0.0, ACC)
+    return u, du
 
 
 class Sums(NamedTuple):
@@ -75,15 +84,17 @@ class Sums(NamedTuple):
 @triton.jit
 def sums_add(
     s, x, o_c, labels, late, k, p_weight, p_shift, C,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, NORM: tl.constexpr, ACC: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, NORM: tl.constexpr,
+    ROUGH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    u, _ = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-    other = (o_c[None, :] != labels.y[:, None]) & (o_c < C)[None, :]
-    u = tl.where(other, u, -float("inf"))
+    """With one block more; logits past the last class are -inf."""
+    u, _ = mapped_classes(x, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+    label = are_labels(o_c, labels.y)
+    u = tl.where(label, -float("inf"), u)
     m = tl.maximum(s.m, tl.max(u, 1))
     base = tl.where(m == -float("inf"), 0.0, m)
     shrink = exp((s.m - base) * late)
-    e = exp((u - base[:, None]) * late[:, None])
+    e = exp_below_zero((u - base[:, None]) * late[:, None], ROUGH)
     d = s.d * shrink + tl.sum(e, 1)
     moment = s.moment
     spread = s.spread
@@ -91,7 +102,7 @@ def sums_add(
     if NORM:
         moment = moment * shrink + tl.sum(tl.where(u == -float("inf"), 0.0, e * x), 1)
     if SMOOTH:
-        w = tl.where(other, load_classes(p_weight, o_c, C, 1.0, ACC), 0.0)
+        w = tl.where(label | (o_c >= C)[None, :], 0.0, load_classes(p_weight, o_c, C, 1.0, ACC))
         step = tl.where(seen != 0, base - tl.where(s.m == -float("inf"), 0.0, s.m), 0.0)
         spread = spread + step * seen + tl.sum(tl.where(w == 0, 0.0, w * (base[:, None] - u)), 1)
         seen = seen + tl.sum(w, 1)
@@ -141,10 +152,9 @@ def with_spread(r, sums, u_label, mass):
 @triton.jit
 def label_logit(x_label, p_shift, labels, k, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """u_y from x_y."""
-    shift = 0.0
+    u, _ = mapped(x_label, k[1], k[2], SCALED, CAPPED)
     if p_shift is not None:
-        shift = tl.load(p_shift + labels.y, labels.live, other=0.0)
-    u, _ = mapped(x_label, shift, k[1], k[2], SCALED, CAPPED)
+        u += tl.load(p_shift + labels.y, labels.live, other=0.0)
     return u
 
 
@@ -189,16 +199,24 @@ def slopes_of(result, m, d, up):
 
 
 @triton.jit
+def slopes_where(live, s):
+    """Of the rows that count; of the others 0."""
+    return Slopes(
+        tl.where(live, s.base, 0.0), tl.where(live, s.others, 0.0), tl.where(live, s.pull, 0.0), tl.where(live, s.label, 0.0)
+    )
+
+
+@triton.jit
 def gradient_of(
     s, x, o_c, labels, late, k, p_weight, p_shift, C,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, ROUGH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, BLOCK] dL/dx, but for the part of the norm."""
-    u, du = mapped(x, load_classes(p_shift, o_c, C, 0.0, ACC), k[1], k[2], SCALED, CAPPED)
-    g = s.others[:, None] * exp((u - s.base[:, None]) * late[:, None])
+    u, du = mapped_classes(x, o_c, k, p_shift, C, SCALED, CAPPED, ACC)
+    g = s.others[:, None] * exp_below_zero((u - s.base[:, None]) * late[:, None], ROUGH)
     if SMOOTH:
         g -= s.pull[:, None] * load_classes(p_weight, o_c, C, 1.0, ACC)
-    return tl.where(o_c[None, :] == labels.y[:, None], s.label[:, None], g) * du * late[:, None]
+    return tl.where(are_labels(o_c, labels.y), s.label[:, None], g) * du * late[:, None]
 
 
 @triton.jit

@@ -92,6 +92,18 @@ def load_classes(p, o_c, C, default, ACC: tl.constexpr):
         return tl.load(p + o_c, o_c < C, other=default).to(ACC)[None, :]
 
 
+@triton.constexpr_function
+def is_half(p):
+    """Whether what a pointer points to has half precision."""
+    return p.dtype.element_ty.primitive_bitwidth == 16
+
+
+@triton.jit
+def are_labels(o_c, y):
+    """[ROWS, BLOCK]"""
+    return o_c[None, :] == y.to(tl.int32)[:, None]
+
+
 class Labels(NamedTuple):
     """All [ROWS]."""
 

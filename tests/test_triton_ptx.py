@@ -86,6 +86,27 @@ def test_compiles_to_what_the_model_says(name, shape, target):
             assert found.wide >= (model.reads + model.writes) * numbers * x.element_size() / 16, (launch.name, found)
 
 
+#: machine instructions for each logit in the loops of forward and backward, sm_90; less is better, more is a regression
+INSTRUCTIONS = {
+    ("cross_entropy", torch.bfloat16): (13, 10.5),
+    ("cross_entropy", torch.float32): (16.5, 13.5),
+    ("focal", torch.bfloat16): (13, 10.5),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), INSTRUCTIONS, ids=lambda value: str(value).removeprefix("torch."))
+def test_loops_have_few_instructions(name, dtype):
+    """In the machine code of long rows, where issue slots bind before memory does."""
+    from ahead import resources
+    from sass import launches_of, per_logit
+
+    forward, backward = launches_of(name, dtype, "sm_90", 128256)
+    for launch, most in zip((forward, backward), INSTRUCTIONS[name, dtype], strict=True):
+        found = sum(sum(loop.values()) for loop in per_logit(launch))
+        assert 5 < found <= most, f"{launch.name}: {found:.1f} instructions a logit"
+        assert resources(launch).spilled == 0
+
+
 # Executed ---------------------------------------------------------------------------------------------------------------------
 
 FORMS = {"rows": (7, 37), "pixels": (2, 7, 3, 5), "one": (1, 1), "long": (2, 8200)}
