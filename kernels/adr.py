@@ -20,7 +20,7 @@ from .adr_rows import ALONE, HARD, SOFT, losses, slopes
 from .entropy import ended, merged, moments_of, no_moments
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
-from .maths import exp, log, log1p
+from .maths import exp, exp_below_zero, log, log1p
 from .select import NOWHERE, at_rank, behind, best_add, last_of, no_best, ranked
 from .soft import load_targets, soft_gradient, soft_loss, soft_slopes, soft_sums_add
 from .softmax_row import Sums, backward_result, features, forward_result, gradient_of, slopes_of, sums_add, weight_sum
@@ -68,7 +68,7 @@ def statistics(
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
-        s = merged(s, moments_of(x))
+        s = merged(s, moments_of(x, is_half(p_x)))
         best = best_add(best.value, best.at, x, o_c)
         if CE == HARD:
             sums = sums_add(
@@ -173,13 +173,14 @@ def backward(
         else:
             p_soft = row_pointers(p_soft, soft_at, outer, rows)
             s = soft_slopes(ce_m, tl.where(live, ce_d, 1.0), saved(p_saved, rows, count, 9, live), up, main, k, True)
+    inverse = 1.0 / d
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
         inside = behind(x, o_c, last, i_last) == 0
         z = x - m[:, None]
-        e = exp(z)
-        p = e / d[:, None]
+        e = exp_below_zero(z, is_half(p_x))
+        p = e * inverse[:, None]
         if VARIANCE:  # -2 C / (C - 1) (p - sum p^2)
             direction = above(e, rest, second, d) * (-2.0 * C / tl.maximum(C - 1, 1).to(ACC))
         else:

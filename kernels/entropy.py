@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import backward_pass, forward_pass
-from .maths import exp, log1p
+from .maths import exp_below_zero, log1p
 from .tile import (
     Labels,
     Weights,
     counted,
     emit,
+    is_half,
     labels_of,
     load_block,
     row_pointers,
@@ -55,16 +56,21 @@ def no_moments(ROWS: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def moments_of(x):
+def below_largest(x, m):
+    """x - m for the largest logit m of a row; where e^(x - m) is 0 it is finite, so that their product is 0."""
+    LOWEST: tl.constexpr = -750.0 if x.dtype == tl.float64 else -150.0
+    return tl.maximum(x - m[:, None], LOWEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def moments_of(x, ROUGH: tl.constexpr):
     """Of a block [ROWS, BLOCK]; -inf counts nothing."""
     m = tl.max(x, 1)
-    base = tl.where(m == -float("inf"), 0.0, m)[:, None]
-    g = x - base
-    e = exp(g)
-    ties = tl.sum((x == base).to(x.dtype), 1)
-    small = tl.where(x == base, 0.0, e)
-    moment = tl.sum(tl.where(x == -float("inf"), 0.0, e * g), 1)
-    return Moments(m, tl.sum(small, 1) + (ties - 1.0), moment, tl.sum(small * small, 1) + (ties - 1.0))
+    z = below_largest(x, tl.where(m == -float("inf"), 0.0, m))
+    e = exp_below_zero(z, ROUGH)
+    ties = tl.sum((z == 0).to(x.dtype), 1)
+    small = tl.where(z == 0, 0.0, e)
+    return Moments(m, tl.sum(small, 1) + (ties - 1.0), tl.sum(e * z, 1), tl.sum(small * small, 1) + (ties - 1.0))
 
 
 @triton.jit
@@ -74,8 +80,8 @@ def merged(a, b):
     base = tl.where(m == -float("inf"), 0.0, m)
     a_step = tl.where(a.m == -float("inf"), 0.0, a.m - base)
     b_step = tl.where(b.m == -float("inf"), 0.0, b.m - base)
-    a_factor = tl.where(a.m == -float("inf"), 0.0, exp(a_step))
-    b_factor = tl.where(b.m == -float("inf"), 0.0, exp(b_step))
+    a_factor = tl.where(a.m == -float("inf"), 0.0, exp_below_zero(a_step, False))
+    b_factor = tl.where(b.m == -float("inf"), 0.0, exp_below_zero(b_step, False))
     a_sum = (1.0 + a.rest) * a_factor
     b_sum = (1.0 + b.rest) * b_factor
     a_square = (1.0 + a.square) * a_factor * a_factor
@@ -99,7 +105,7 @@ def row_moments(p_x, x_at, read, C, STOP, ROWS: tl.constexpr, BLOCK: tl.constexp
     all = no_moments(ROWS, ACC)
     for start in range(0, STOP, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
-        all = merged(all, moments_of(load_block(p_x, o_c, x_at, read, C, ACC)))
+        all = merged(all, moments_of(load_block(p_x, o_c, x_at, read, C, ACC), is_half(p_x)))
     return ended(all)
 
 
@@ -143,13 +149,13 @@ def backward(
     d = saved(p_saved, rows, count, 1, live)
     mu = saved(p_saved, rows, count, 2, live)
     up, _ = upstream(p_up, p_saved, rows, labels, weights, REDUCTION, False)
-    factor = -slope * up / tl.where(live, d, 1.0)
+    factor = tl.where(live, -slope * up / tl.where(live, d, 1.0), 0.0)
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
-        g = x - m[:, None]
-        g = factor[:, None] * tl.where(x == -float("inf"), 0.0, exp(g) * (g - mu[:, None]))
-        store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))
+        z = below_largest(x, m)
+        g = factor[:, None] * (exp_below_zero(z, is_half(p_x)) * (z - mu[:, None]))
+        store_block(p_grad, o_c, grad_at, rows.exists, C, g)
 
 
 def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statistics: Tensor | None) -> None:

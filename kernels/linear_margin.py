@@ -15,8 +15,8 @@ from .formula import Formula
 from .launch import partial_sums, reduced
 from .linear import ordered, over_classes, over_rows
 from .linear_tile import logits_of, ordered_rows, part_of, place, their_labels
-from .margin import MarginRow, errors_of, has_nan, kept_of, margin_of, raw_of, threshold
-from .tile import counted, emit, labels_of, numbers, rows_of, save, saved, upstream, weights_of
+from .margin import MarginRow, errors_of, gradient_of, kept_of, margin_of, raw_of, threshold
+from .tile import are_labels, counted, emit, labels_of, numbers, rows_of, save, saved, upstream, weights_of
 from .tuning import ROWS_ALONE
 
 SLOPES = 4  #: numbers of a row that its gradient takes
@@ -42,14 +42,12 @@ def tiles(
     total = tl.zeros((ROWS,), tl.float64)
     largest = t  # or the count
     slopes = t
-    nan = t
     if KEEP:
         t = saved(p_saved, rows, count, 0, rows.exists)  # 0 when there is none
     for start in range(first, last, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = logits_of(p_h, p_w, p_b, h_at, w_at, rows, o_c, C, D, ROWS, BLOCK, STEP, TYPE, PRECISION, ACC)
         raw = raw_of(x, o_c, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-        nan = tl.where(has_nan(raw), 1.0, nan)
         if KEEP:
             more, more_count, more_slopes = kept_of(raw, t, k, POWER)
             total += more.to(tl.float64)
@@ -63,7 +61,7 @@ def tiles(
     tl.store(p, total, rows.exists)
     tl.store(p + count, largest.to(tl.float64), rows.exists)
     tl.store(p + 2 * count, slopes.to(tl.float64), rows.exists)
-    tl.store(p + 3 * count, nan.to(tl.float64), rows.exists)
+    tl.store(p + 3 * count, (total != total).to(tl.float64), rows.exists)
 
 
 @triton.jit
@@ -150,10 +148,8 @@ def gradient(p_slopes, rows, count, labels, x, o_c, k, p_weight, p_shift, C, FEA
     x_label = tl.load(p + 3 * count, rows.exists, other=0.0)
     mu = margin_of(p_shift, labels, k, FEATURES[1], ACC)
     raw = raw_of(x, o_c, labels, x_label, p_shift, mu, C, FEATURES[1], ACC)
-    e, slope = errors_of(raw, k, FEATURES[0])
-    g = tl.where((e >= t[:, None]) & (e > 0), factor[:, None] * slope, 0.0)
-    g = tl.where(o_c[None, :] == labels.y[:, None], label[:, None], g)
-    g = tl.where((factor == factor)[:, None], g, float("nan"))
+    g = gradient_of(raw, t, factor, factor - factor, k, FEATURES[0])  # 0, or NaN in a row of NaN
+    g = tl.where(are_labels(o_c, labels.y), label[:, None], g)
     return tl.where(rows.exists[:, None] & (o_c < C)[None, :], g, 0.0)
 
 

@@ -20,6 +20,7 @@ from .formula import Formula
 from .launch import backward_pass, forward_pass
 from .maths import above, power
 from .tile import (
+    are_labels,
     counted,
     emit,
     labels_of,
@@ -55,14 +56,15 @@ class MarginResult(NamedTuple):
 
 @triton.jit
 def errors_of(raw, k, POWER: tl.constexpr):
-    """h and h' of raw errors; k = (margin, power, delta, slope below delta)."""
-    positive = tl.where(raw > 0, raw, 0.0)
+    """h of raw errors, NaN shows; and h' where h > 0. k = (margin, power, delta, slope below delta)."""
+    positive = tl.maximum(raw, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if POWER == LINEAR:
-        return positive, tl.where(raw > 0, 1.0, 0.0)
+        return positive, tl.full(raw.shape, 1.0, raw.dtype)
     elif POWER == SQUARED:
         return positive * positive, 2.0 * positive
     else:
-        safe = tl.where(raw > 0, raw, 1.0)
+        none = raw <= 0
+        safe = tl.where(none, 1.0, raw)
         if POWER == ROOT:
             e = tl.sqrt(safe)
             slope = 0.5 / e
@@ -71,8 +73,7 @@ def errors_of(raw, k, POWER: tl.constexpr):
             slope = k[1] * power(safe, k[1] - 1.0)
         below = raw < k[2]
         e = tl.where(below, k[3] * safe, e)
-        slope = tl.where(below, k[3], slope)
-        return tl.where(raw > 0, e, 0.0), tl.where(raw > 0, slope, 0.0)
+        return tl.where(none, 0.0, e), tl.where(below, k[3], slope)
 
 
 @triton.jit
@@ -83,16 +84,17 @@ def raw_errors(p_x, x_at, o_c, read, labels, x_label, p_shift, mu, C, OF_LABEL: 
 @triton.jit
 def raw_of(x, o_c, labels, x_label, p_shift, mu, C, OF_LABEL: tl.constexpr, ACC: tl.constexpr):
     """[ROWS, BLOCK]; -inf at the label, at masked classes and past the last class."""
-    margin = mu[:, None]
-    if p_shift is not None and not OF_LABEL:
-        margin = load_classes(p_shift, o_c, C, 0.0, ACC)
-    out = (x == -float("inf")) | (o_c[None, :] == labels.y[:, None])
-    return tl.where(out, -float("inf"), (x - x_label[:, None]) + margin)
+    out = (x == -float("inf")) | are_labels(o_c, labels.y)
+    return tl.where(out, -float("inf"), unmasked_raw(x, o_c, x_label, p_shift, mu, C, OF_LABEL, ACC))
 
 
 @triton.jit
-def has_nan(raw):
-    return tl.max((raw != raw).to(tl.int32), 1) > 0
+def unmasked_raw(x, o_c, x_label, p_shift, mu, C, OF_LABEL: tl.constexpr, ACC: tl.constexpr):
+    """The same where it is kept, if it is not the label's: one that is masked is -inf, or NaN if the label is masked too."""
+    margin = mu[:, None]
+    if p_shift is not None and not OF_LABEL:
+        margin = load_classes(p_shift, o_c, C, 0.0, ACC)
+    return (x - x_label[:, None]) + margin
 
 
 @triton.jit
@@ -105,15 +107,29 @@ def threshold(total, largest, C):
 
 @triton.jit
 def kept_of(raw, t, k, POWER: tl.constexpr):
-    """Sum and count of the errors that reach the threshold, and the sum of their slopes."""
+    """Sum and count of the errors that reach the threshold, and the sum of their slopes; NaN shows."""
     e, slope = errors_of(raw, k, POWER)
-    kept = (e >= t[:, None]) & (e > 0)
-    total = tl.sum(tl.where(kept, e, 0.0), 1)
-    count = tl.sum(kept.to(e.dtype), 1)
+    out = e < least_of(t)[:, None]
+    total = tl.sum(tl.where(out, 0.0, e), 1)
+    count = tl.sum(tl.where(out, 0.0, tl.full(e.shape, 1.0, e.dtype)), 1)
     if POWER == LINEAR:
         return total, count, count
     else:
-        return total, count, tl.sum(tl.where(kept, slope, 0.0), 1)
+        return total, count, tl.sum(tl.where(out, 0.0, slope), 1)
+
+
+@triton.jit
+def least_of(t):
+    """The least error that is kept: an error of 0 never is."""
+    SMALLEST: tl.constexpr = 5e-324 if t.dtype == tl.float64 else 1e-45
+    return tl.where(t > 0, t, SMALLEST)
+
+
+@triton.jit
+def gradient_of(raw, t, factor, rest, k, POWER: tl.constexpr):
+    """[ROWS, BLOCK] dL/dx, but for the label's; `rest` where an error is not kept."""
+    e, slope = errors_of(raw, k, POWER)
+    return tl.where(e >= least_of(t)[:, None], factor[:, None] * slope, rest[:, None])
 
 
 @triton.jit
@@ -142,7 +158,7 @@ def forward(
     x_label = load_label(p_x, labels.y, x_at, live, ACC)
     mu = margin_of(p_shift, labels, k, OF_LABEL, ACC)
     zero = tl.zeros((ROWS,), ACC)
-    nan = x_label != x_label  # comparisons drop NaN: it is kept apart
+    nan = x_label != x_label
     t = zero
     read = live
     o_c = tl.arange(0, BLOCK)
@@ -154,10 +170,10 @@ def forward(
         for start in range(0, BLOCK if WHOLE else C, BLOCK):
             if not WHOLE:
                 raw = raw_errors(p_x, x_at, start + o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-            nan = nan | has_nan(raw)
             e, _ = errors_of(raw, k, POWER)
             total += tl.sum(e, 1).to(tl.float64)
             largest = tl.maximum(largest, tl.max(e, 1))
+        nan = nan | (total != total)
         t = threshold(total, largest, C)
         read = live & (largest > 0)
     kept = zero
@@ -166,11 +182,11 @@ def forward(
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         if not WHOLE:
             raw = raw_errors(p_x, x_at, start + o_c, read, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-        nan = nan | has_nan(raw)
         more, more_count, more_slopes = kept_of(raw, t, k, POWER)
         kept += more
         kept_count += more_count
         slopes += more_slopes
+    nan = nan | (kept != kept)
     none = kept_count == 0
     bad = tl.where(nan | (none & (x_label == -float("inf"))), float("nan"), 0.0)  # a row of -inf has no margin to speak of
     result = FORMULA(MarginRow(kept + bad, kept_count, weights.w, C), OPTIONS)
@@ -202,15 +218,14 @@ def backward(
     live = counted(labels, weights, factor, REDUCTION) & (factor != 0) & (nan == 0)  # the others are not even read
     x_label = load_label(p_x, labels.y, x_at, live, ACC)
     mu = margin_of(p_shift, labels, k, OF_LABEL, ACC)
-    factor = factor * up
-    fill = tl.where(nan, float("nan"), 0.0)
+    rest = tl.where(nan, float("nan"), 0.0)
+    factor = tl.where(live, factor * up, rest)
+    at_label = tl.where(live, -(factor * slopes), rest)
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
-        raw = raw_errors(p_x, x_at, o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
-        e, slope = errors_of(raw, k, POWER)
-        g = tl.where((e >= t[:, None]) & (e > 0), factor[:, None] * slope, 0.0)
-        g = tl.where(o_c[None, :] == labels.y[:, None], -(factor * slopes)[:, None], g)
-        store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(live[:, None], g, fill[:, None]))
+        x = load_block(p_x, o_c, x_at, live, C, ACC)
+        g = gradient_of(unmasked_raw(x, o_c, x_label, p_shift, mu, C, OF_LABEL, ACC), t, factor, rest, k, POWER)
+        store_block(p_grad, o_c, grad_at, rows.exists, C, tl.where(are_labels(o_c, labels.y), at_label[:, None], g))
 
 
 def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, statistics: Tensor | None) -> None:

@@ -88,20 +88,27 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
+    return _expm1(x, exp(x))
+
+
+@triton.jit
+def _expm1(x, e):
+    """e^x - 1, from e = e^x where nothing cancels."""
     TERMS: tl.constexpr = 14 if x.dtype == tl.float64 else 8
     s = x * 0.0 + 1.0
     for i in tl.static_range(TERMS):
         s = 1.0 + s * x * (1.0 / (TERMS - i + 1))
-    return tl.where(tl.abs(x) < 0.35, x * s, exp(x) - 1.0)
+    return tl.where(tl.abs(x) < 0.35, x * s, e - 1.0)
 
 
 @triton.jit
 def tanh(x):
     """tanh(x) and its derivative."""
-    t = expm1(-2.0 * tl.abs(x))
-    e = t + 1.0
-    y = -t / (1.0 + e)
-    return tl.where(x < 0, -y, y), 4.0 * exp(-2.0 * tl.abs(x)) / ((1.0 + e) * (1.0 + e))
+    z = -2.0 * tl.abs(x)
+    e = exp_below_zero(z, False)
+    inverse = 1.0 / (1.0 + e)
+    y = -_expm1(z, e) * inverse
+    return tl.where(x < 0, -y, y), 4.0 * e * inverse * inverse
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, reduced, shared
-from .maths import exp, weighted
+from .maths import exp_below_zero, weighted
 from .region_sums import Parts, class_losses, class_slopes, class_sums, image_rows, online, parts_add, parts_of, store_parts
 from .softmax_row import Sums, backward_result, forward_result, gradient_of, slopes_of, sums_add, weight_sum
 from .tile import (
@@ -77,18 +77,18 @@ def forward(
             o = start + o_c
             if not WHOLE:
                 x = load_block(p_row, o, x_at, live, C, ACC)
-            m, d, others = online(m, d, others, x, o, labels)
+            m, d, others = online(m, d, others, x, o, labels, is_half(p_x))
             if CE_OPTIONS is not None:
                 sums = sums_add(
                     sums, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, False, is_half(p_x), ACC
                 )
         d = tl.where(m == -float("inf"), float("nan"), d)
         if WHOLE:
-            parts = parts_add(parts, parts_of(x, m, d, others, o_c, labels, s))
+            parts = parts_add(parts, parts_of(x, m, d, others, o_c, labels, s, is_half(p_x)))
         else:
             for start in range(0, C, BLOCK):
                 x = load_block(p_row, start + o_c, x_at, live, C, ACC)
-                store_parts(p_mine, start + o_c, C, parts_of(x, m, d, others, start + o_c, labels, s))
+                store_parts(p_mine, start + o_c, C, parts_of(x, m, d, others, start + o_c, labels, s, is_half(p_x)))
         save(p_saved, rows, count, 0, m, live)
         save(p_saved, rows, count, 1, d, live)
         bad += tl.where(labels.bad, 1.0, 0.0)
@@ -131,7 +131,7 @@ def backward(
     p_grad = row_pointers(p_grad, grad_at, outer, rows)
     m = saved(p_saved, rows, count, 0, live)
     d = saved(p_saved, rows, count, 1, live)
-    d = tl.where(live, d, 1.0)
+    inverse = 1.0 / tl.where(live, d, 1.0)
     image = tl.where(live, rows.number // rows_per_image, -1)
     scale = tl.full((), dice_weight, ACC)
     if REDUCTION != NONE:
@@ -161,7 +161,7 @@ def backward(
             x = load_block(p_x, o, x_at, live, C, ACC)
         q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], C, REDUCTION)
         leads = live[:, None] & (x == m[:, None])
-        p = tl.where(leads | (live == 0)[:, None], 0.0, exp(x - m[:, None]) / d[:, None])
+        p = tl.where(leads | (live == 0)[:, None], 0.0, exp_below_zero(x - m[:, None], is_half(p_x)) * inverse[:, None])
         inner += tl.sum(p * q, 1)
         others += tl.sum(p, 1)
         leading += tl.sum(tl.where(leads, q, 0.0), 1)
@@ -173,7 +173,8 @@ def backward(
         if not WHOLE:
             x = load_block(p_x, o, x_at, live, C, ACC)
         q = class_slopes(p_slopes, p_up, image, o, o[None, :] == labels.y[:, None], C, REDUCTION)
-        g = (scale * weights.s)[:, None] * (exp(x - m[:, None]) / d[:, None]) * ((q - leading[:, None]) - inner[:, None])
+        p = exp_below_zero(x - m[:, None], is_half(p_x)) * inverse[:, None]
+        g = (scale * weights.s)[:, None] * p * ((q - leading[:, None]) - inner[:, None])
         if CE_OPTIONS is not None:
             g += gradient_of(s, x, o, labels, zero + 1.0, k, p_weight, p_shift, C, SCALED, CAPPED, SMOOTH, is_half(p_x), ACC)
         store_block(p_grad, o, grad_at, rows.exists, C, tl.where(live[:, None], g, 0.0))

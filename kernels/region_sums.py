@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .maths import exp, log
+from .maths import exp, exp_below_zero, log
 from .tile import MEAN, NONE, Rows
 
 
@@ -29,21 +29,21 @@ class ClassResult(NamedTuple):
 
 
 @triton.jit
-def online(m, d, others, x, o_c, labels):
+def online(m, d, others, x, o_c, labels, ROUGH: tl.constexpr):
     """m, d and the part of d that is not the label's, with one block more."""
     top = tl.maximum(m, tl.max(x, 1))
     base = tl.where(top == -float("inf"), 0.0, top)
-    e = exp(x - base[:, None])
+    e = exp_below_zero(x - base[:, None], ROUGH)
     shrink = exp(m - base)
     beside = tl.where(o_c[None, :] == labels.y[:, None], 0.0, e)
     return top, d * shrink + tl.sum(e, 1), others * shrink + tl.sum(beside, 1)
 
 
 @triton.jit
-def parts_of(x, m, d, others, o_c, labels, s):
+def parts_of(x, m, d, others, o_c, labels, s, ROUGH: tl.constexpr):
     is_label = labels.live[:, None] & (o_c[None, :] == labels.y[:, None])
     z = x - m[:, None]
-    p = tl.where(labels.live[:, None], exp(z) / d[:, None] * s[:, None], 0.0)
+    p = tl.where(labels.live[:, None], exp_below_zero(z, ROUGH) * (s / d)[:, None], 0.0)
     largest = tl.where(labels.live[:, None], z - log(d)[:, None], -float("inf"))
     missed = others / d * s
     return Parts(tl.where(is_label, p, 0.0), tl.where(is_label, missed[:, None], 0.0), tl.where(is_label, 0.0, p), largest)

@@ -16,12 +16,13 @@ from torch import Tensor
 from .entropy import ended, merged, moments_of, no_moments
 from .formula import Formula
 from .launch import backward_pass, forward_pass
-from .maths import exp, log1p
+from .maths import exp, exp_below_zero, log1p
 from .tile import (
     Labels,
     Weights,
     counted,
     emit,
+    is_half,
     labels_of,
     load_block,
     load_label,
@@ -141,7 +142,7 @@ def forward(
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, labels.live, C, ACC)
-        s = merged(s, moments_of(x))
+        s = merged(s, moments_of(x, is_half(p_x)))
         best = best_add(best.value, best.at, x, o_c)
     s = ended(s)
     d = 1.0 + s.rest
@@ -187,11 +188,12 @@ def backward(
     m = load_label(p_x, i_first.to(tl.int64), x_at, live & READ & (i_first < NOWHERE), ACC)
     before = load_label(p_x, i_before.to(tl.int64), x_at, some, ACC)
     last = load_label(p_x, i_last.to(tl.int64), x_at, some, ACC)
+    inverse = 1.0 / (1.0 + rest)
     nan = rest - rest
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live & READ, C, ACC)
-        p = exp(x - m[:, None]) / (1.0 + rest)[:, None]
+        p = exp_below_zero(x - m[:, None], is_half(p_x)) * inverse[:, None]
         inside = behind(x, o_c, before, i_before) & (behind(x, o_c, last, i_last) == 0) & some[:, None]
         inside = inside & (x > -float("inf"))  # a masked class cannot be pushed further
         first = o_c[None, :] == i_first[:, None]

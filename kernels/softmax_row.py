@@ -52,7 +52,7 @@ def mapped(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     u = x
     du = tl.full(x.shape, 1.0, x.dtype)
     if CAPPED:
-        t, dt = tanh(x / cap)
+        t, dt = tanh(x * (1.0 / cap))
         masked = x == -float("inf")  # stays masked
         u = tl.where(masked, x, cap * t)
         du = tl.where(masked, 1.0, dt)

@@ -22,11 +22,12 @@ NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdis
 
 
 def per_logit(launch: Launch) -> list[Counter[str]]:
-    """By operation; of each innermost loop that touches global memory, in order, else of the whole kernel."""
+    """By operation; of each innermost loop that writes the gradient, or in forward reads logits; else of the whole kernel."""
     code, labels = _code(launch.compiled.asm["cubin"])
     numbers = launch.arguments["ROWS"] * launch.arguments["BLOCK"] / (32 * launch.warps)  # of a lane
+    touches = "STG" if "p_grad" in launch.arguments else "LDG"
     back = [(labels[target], i) for i, (_, target) in enumerate(code) if target and labels[target] <= i]
-    loops = [(first, last) for first, last in back if any(op in ("LDG", "STG") for op, _ in code[first : last + 1])]
+    loops = [(first, last) for first, last in back if any(op == touches for op, _ in code[first : last + 1])]
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     bodies = [code[first : last + 1] for first, last in inner] or [code]
     return [Counter({op: n / numbers for op, n in Counter(op for op, _ in body if op != "NOP").items()}) for body in bodies]
