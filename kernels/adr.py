@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .adr_rows import ALONE, HARD, SOFT, losses, slopes
-from .entropy import ended, merged, moments_of, no_moments
+from .entropy import below_largest, ended, merged, moments_of, no_moments
 from .formula import Formula
 from .launch import block_of, geometry, grid, launch, partial_sums, reduced, shared
 from .maths import exp, exp_below_zero, log, log1p
@@ -119,10 +119,10 @@ def statistics(
 
 @triton.jit
 def above(e, rest, squares, d):
-    """p - sum p^2, from a sum of e^2 without the first class. One that all but ties with it by how far it is behind."""
+    """d^2 (p - sum p^2), from a sum of e^2 without the first class. One that all but ties with it by how far it is behind."""
     near = e > 0.5
     apart = tl.where(near, e - 1.0, e) * d[:, None]
-    return (apart + tl.where(near, (rest - squares)[:, None], -(1.0 + squares)[:, None])) / (d * d)[:, None]
+    return apart + tl.where(near, (rest - squares)[:, None], -(1.0 + squares)[:, None])
 
 
 @triton.jit
@@ -174,23 +174,25 @@ def backward(
             p_soft = row_pointers(p_soft, soft_at, outer, rows)
             s = soft_slopes(ce_m, tl.where(live, ce_d, 1.0), saved(p_saved, rows, count, 9, live), up, main, k, True)
     inverse = 1.0 / d
+    if VARIANCE:  # phi's derivative, but for what the classes do not share: -2 C / (C - 1) (p - sum p^2)
+        by_phi *= -2.0 * C / tl.maximum(C - 1, 1).to(ACC) * inverse * inverse
+    else:
+        by_phi /= tl.where(C > 1, log(tl.maximum(C, 2).to(ACC)), 1.0)
+    if L1:  # T's: [selected] - T
+        by_t *= inverse
+    else:  # 2 ([selected] p - T)
+        by_t *= 2.0 * inverse * inverse
     for start in range(0, BLOCK if WHOLE else C, BLOCK):
         o_c = start + tl.arange(0, BLOCK)
         x = load_block(p_x, o_c, x_at, live, C, ACC)
         inside = behind(x, o_c, last, i_last) == 0
-        z = x - m[:, None]
+        z = below_largest(x, m)
         e = exp_below_zero(z, is_half(p_x))
         p = e * inverse[:, None]
-        if VARIANCE:  # -2 C / (C - 1) (p - sum p^2)
-            direction = above(e, rest, second, d) * (-2.0 * C / tl.maximum(C - 1, 1).to(ACC))
-        else:
-            direction = (second[:, None] - z) / tl.where(C > 1, log(tl.maximum(C, 2).to(ACC)), 1.0)
-        if L1:  # [selected] - T
-            pull = tl.where(inside, ((rest - others) / d)[:, None], (-(1.0 + others) / d)[:, None])
-        else:  # 2 ([selected] p - T)
-            pull = 2.0 * tl.where(inside, above(e, rest, others, d), (-(1.0 + others) / (d * d))[:, None])
+        direction = above(e, rest, second, d) if VARIANCE else second[:, None] - z
+        pull = tl.where(inside, (rest - others)[:, None] if L1 else above(e, rest, others, d), -(1.0 + others)[:, None])
         g = p * (by_phi[:, None] * direction + by_t[:, None] * pull)
-        g = tl.where(x == -float("inf"), 0.0, g) + (rest - rest)[:, None]
+        g += (rest - rest)[:, None]
         if CE != ALONE:
             if CE == HARD:
                 one = tl.full((ROWS,), 1.0, ACC)
@@ -243,7 +245,8 @@ def launch_forward(formula: Formula, call: Any, x: Tensor, loss: Tensor, saved_r
 def launch_backward(formula: Formula, call: Any, x: Tensor, saved_rows: Tensor, up: Tensor, grad: Tensor) -> None:
     soft = () if call.soft is None else (call.soft,)
     g = geometry(x, grad, *soft)
-    block = block_of(g, x, crowded=True)
+    both = formula.arguments(*call.scalars).features["CE_OPTIONS"] is not None  # two gradients: fewer numbers a lane
+    block = block_of(g, x, twice=both, crowded=True)
     known = _known(formula, call, x, g, block)
     by = saved_rows.new_empty((2, g.rows))
     programs, rows = _per_row(known)

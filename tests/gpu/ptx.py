@@ -755,11 +755,8 @@ class Sim:
             }
             if o in ("max", "min") and len(ops) == 4:  # 3-input form, PTX 8.8 / sm_100+
                 y0, y = y, None
-                x = (
-                    {"max": np.fmax, "min": np.fmin}[o](x, y0)
-                    if x.dtype.kind == "f"
-                    else {"max": np.maximum, "min": np.minimum}[o](x, y0)
-                )
+                keeps_nan = "NaN" in op or x.dtype.kind != "f"
+                x = {"max": np.maximum if keeps_nan else np.fmax, "min": np.minimum if keeps_nan else np.fmin}[o](x, y0)
                 y = G(3)
                 ops = ops[:3]
             if len(ops) != (2 if o in un else 3):
