@@ -246,7 +246,7 @@ def launch_backward(formula: Formula, call: Any, x: Tensor, saved_rows: Tensor, 
     soft = () if call.soft is None else (call.soft,)
     g = geometry(x, grad, *soft)
     both = formula.arguments(*call.scalars).features["CE_OPTIONS"] is not None  # two gradients: fewer numbers a lane
-    block = block_of(g, x, twice=both, crowded=True)
+    block = block_of(g, x, twice=both and x.element_size() < 8, crowded=True)
     known = _known(formula, call, x, g, block)
     by = saved_rows.new_empty((2, g.rows))
     programs, rows = _per_row(known)
