@@ -10,8 +10,8 @@ import nvcc
 import ptx
 import pytest
 import torch
-from calls import call_of, nasty
 from expected import check
+from gpu_calls import call_of, nasty
 
 from pylosses import cuda
 from pylosses.spec import LOSSES

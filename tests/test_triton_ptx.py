@@ -12,8 +12,8 @@ from itertools import product
 
 import pytest
 import torch
-from calls import arguments_of, nasty, truth
 from expected import check, check_saved
+from gpu_calls import arguments_of, nasty, truth
 from tolerance import agree
 
 import pylosses

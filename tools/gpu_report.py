@@ -19,8 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "cuda_on_cpu")]
 
-import calls  # noqa: E402
 import emulator  # noqa: E402
+import gpu_calls  # noqa: E402
 import nvcc  # noqa: E402
 from ahead import Resources, call_of, compiling, layer_of, resources  # noqa: E402
 from model import traffic  # noqa: E402
@@ -164,7 +164,7 @@ def cuda_rows(pool: ProcessPoolExecutor, quick: bool) -> Iterator[Line]:
             launches: list[emulator.Launch] = []
             x = torch.zeros(shape, dtype=dtype)
             with emulator.switched() as made, made.handing(launches.append):
-                call = calls.call_of(spec.name, x, backend="cuda")
+                call = gpu_calls.call_of(spec.name, x, backend="cuda")
                 loss, saved = cuda.forward(call, x, True)
                 cuda.backward(call, x, saved, loss)
             for launch in launches:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what the kernels were tested with; later versions change the default
 
-import calls
+import gpu_calls
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -185,11 +185,11 @@ def _ptxas(ptx: str, arch: int) -> str:
 
 
 def call_of(name: str, x: torch.Tensor, sample: int = 0, *, reduction: str | None = None, soft: bool = False) -> Call:
-    """`calls.call_of` of the Triton backend, as if a GPU were here."""
+    """`gpu_calls.call_of` of the Triton backend, as if a GPU were here."""
     real, interpreted = backend.absent, backend.interpreted
     try:
         backend.absent, backend.interpreted = (lambda: None), (lambda: True)
-        return calls.call_of(name, x, sample, backend="triton", reduction=reduction, soft=soft)
+        return gpu_calls.call_of(name, x, sample, backend="triton", reduction=reduction, soft=soft)
     finally:
         backend.absent, backend.interpreted = real, interpreted
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from calls import arguments_of, truth
+from gpu_calls import arguments_of, truth
 from torch import Tensor
 
 from pylosses.autograd import Call
