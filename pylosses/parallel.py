@@ -276,7 +276,8 @@ def _loss_of(
             raise BackendError(f"backend {backend!r} cannot run {spec.function} on split classes: it is plain PyTorch there")
         formula = FORMULAS.get(spec.name)
         if formula is None:
-            raise BackendError(f"{spec.function} does not run on split classes; {', '.join(FORMULAS)} do")
+            why = spec.missing.get("parallel", f"{', '.join(FORMULAS)} do")
+            raise BackendError(f"{spec.function} does not run on split classes: {why}")
         obstacle = learned(problem, own)
         if obstacle is not None:
             raise BackendError(f"{spec.function} does not run on split classes: {obstacle}, on logits in one piece")

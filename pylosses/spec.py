@@ -66,7 +66,7 @@ class LossSpec:
     beyond: Callable[..., str | None] = lambda **own: None  #: (checked own arguments) -> why no kernel takes them, or None
     inferred: bool = False  #: the formula was reconstructed, not printed in a source
     default_reduction: str = "mean"
-    missing: Mapping[str, str] = field(default_factory=dict)  #: backend -> why it has no kernel there
+    missing: Mapping[str, str] = field(default_factory=dict)  #: backend, or "parallel" -> why it does not run there
 
     def sample(self, index: int, classes: int) -> dict[str, Any]:
         """Sample arguments number `index`, with per-class tensors made for `classes` classes."""

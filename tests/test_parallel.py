@@ -479,8 +479,9 @@ def test_functions_are_those_of_pylosses(function):
 
 
 def test_every_loss_of_rows_is_there():
-    """All of the softmax, margin, entropy and select families."""
-    wanted = {s.name for s in LOSSES.values() if s.family in ("softmax", "margin", "entropy", "select")}
+    """All of the softmax, margin, entropy and select families, but for those that say why not."""
+    families = ("softmax", "margin", "entropy", "select")
+    wanted = {s.name for s in LOSSES.values() if s.family in families and len(s.missing.get("parallel", "")) < 16}
     assert wanted == set(parallel.FORMULAS)
     assert {LOSSES[name].function for name in wanted} < set(parallel.__all__)
 

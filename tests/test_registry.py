@@ -63,6 +63,10 @@ API = {
     "dar": (None, "clean_conf clean_correct adv_conf adv_correct", {"accept": 0.95, "count_rejected_correct": False}),
     "ece": (None, "confidence correct", {"bins": 15}),
 }
+#: What a loss promises by its kind of inputs alone, until it has a line above.
+POSITIONAL = {"labelled": "input target", "unlabelled": "input"}
+NEW = [s for s in LOSSES.values() if s.function not in API and s.inputs in POSITIONAL]
+API |= {s.function: (s.module, POSITIONAL[s.inputs], {}) for s in NEW}
 COMMON = {"weight": None, "sample_weight": None, "ignore_index": -100, "normalizer": None, "backend": None}
 
 

@@ -20,7 +20,7 @@ from ..spec import LossSpec, Pack, PerClass, register
 
 
 def reference(rows: Rows, *, smooth: float, over: str, absent: str, sample_weight: Tensor | None, reduction: str) -> Tensor:
-    intersection, target, predicted = _class_sums(rows, sample_weight, over)
+    intersection, target, predicted = class_sums(rows, sample_weight, over)
     size = target + predicted + smooth
     empty = size == 0
     present = target > 0
@@ -60,7 +60,7 @@ def _has_mass(rows: Rows, over: str) -> Tensor:
     return some.reshape(images, count // max(images, 1), classes).any(dim=1)
 
 
-def _class_sums(rows: Rows, sample_weight: Tensor | None, over: str) -> tuple[Tensor, Tensor, Tensor]:
+def class_sums(rows: Rows, sample_weight: Tensor | None, over: str) -> tuple[Tensor, Tensor, Tensor]:
     """(images, C) sums of t p, t and p over counted positions, in float64: an image has more pixels than float32 has digits."""
     assert rows.y is not None
     count, classes = rows.x.shape
