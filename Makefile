@@ -1,5 +1,5 @@
 # `make bench` and `make test` set everything up by themselves, in .venv; run them as often as you like.
-.PHONY: studies bench bench-full bars proofs gpu-report cuda-full test fuzz check sanitize lint format setup clean
+.PHONY: studies bench bench-full bars proofs gpu-report cuda-full test fuzz check contract sanitize lint format setup clean
 BIN := .venv/bin
 TEST := $(BIN)/pytest -q -n 2
 GRID := tests/test_backends_agree.py tests/test_golden.py
@@ -29,6 +29,10 @@ proofs: setup sanitize
 	TRITON_INTERPRET=1 PYTHONPATH=tests/gpu $(TEST) -p faster -k "triton and not float16" $(GRID)
 	PYLOSSES_CUDA_ON_CPU=1 $(TEST) -k cuda $(GRID) tests/test_edges.py
 	for isa in $(OTHER_ISAS); do PYLOSSES_ISA=$$isa $(TEST) -k cpu $(GRID) || exit 1; done
+
+# A made-up loss of every family, in a copy of the tree: is a newcomer safe? Ten minutes.
+contract: setup
+	sh tools/contract.sh
 
 gpu-report: setup
 	$(BIN)/python tools/gpu_report.py

@@ -139,7 +139,7 @@ def scores(x: Tensor, temperature: float, gamma: float, most: int, wanted: tuple
 
 @lru_cache(maxsize=1024)
 def _sizes(kernel: str, dtype: int, scalars: tuple[float, ...], soft: bool, shift: bool) -> Sizes:
-    return Sizes(*_cpu.sizes(_LOSSES[kernel].number, dtype, scalars, soft, shift))
+    return Sizes(*_cpu.sizes(_LOSSES[kernel].number, dtype, scalars, soft, shift)).of_loss(kernel)
 
 
 def facts(kernel: str) -> Facts:

@@ -86,7 +86,7 @@ def _pointer(tensor: Tensor | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _sizes(kernel: str, dtype: int, scalars: tuple[float, ...], soft: bool, shift: bool) -> Sizes:
-    return Sizes(*_cuda.sizes(_losses()[kernel].number, dtype, scalars, soft, shift))
+    return Sizes(*_cuda.sizes(_losses()[kernel].number, dtype, scalars, soft, shift)).of_loss(kernel)
 
 
 def sizes(call: Call, dtype: torch.dtype) -> Sizes:

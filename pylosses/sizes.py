@@ -33,6 +33,12 @@ class Sizes(NamedTuple):
     weight_sum: bool  #: is the sum of the class weights needed?
     second_divisor: bool  #: does a mean divide a part of the loss by the rows, whatever the classes weigh?
 
+    def of_loss(self, kernel: str) -> Sizes:
+        """Itself, if there is a driver for what the loss asks for."""
+        if self.fixed < 0:
+            raise NotImplementedError(f"{kernel} asks for what no driver does: see `possible` in csrc/losses/families.h")
+        return self
+
     def saved_bytes(self, x: Tensor) -> int:
         """What backward needs. No branch looks at the number of rows but for many small images: it may be symbolic."""
         classes = x.shape[1 if x.dim() > 1 else 0]

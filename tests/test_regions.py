@@ -9,7 +9,21 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, KINDS, LABELLED, Case, arguments_of, backends_of, case, grid, layouts, name_of, run, upstream_for
+from cases import (
+    DTYPES,
+    KINDS,
+    LABELLED,
+    Case,
+    arguments_of,
+    backends_of,
+    case,
+    grid,
+    layouts,
+    name_of,
+    run,
+    takes,
+    upstream_for,
+)
 from tolerance import agree
 
 import pylosses
@@ -17,7 +31,7 @@ from pylosses import cpu
 from pylosses.autograd import Call
 from pylosses.spec import LOSSES
 
-REGION = grid([s for s in LABELLED if s.family == "region"], reference=False)
+REGION = grid([s for s in LABELLED if s.family == "region" and takes(s, "over")], reference=False)
 DICE = backends_of(LOSSES["dice"], reference=False)
 SCORES = backends_of(LOSSES["confidence_scores"], reference=False)
 

@@ -247,6 +247,15 @@ def test_numbers_have_one_order(name):
     assert found == cpu.facts(name).own
 
 
+@pytest.mark.skipif(cpu.absent is not None, reason=f"cpu: {cpu.absent}")
+def test_what_no_driver_does_is_refused(monkeypatch):
+    """A formula whose view asks for it has no gradient, and a buffer of no size."""
+    told = cpu._cpu.sizes(cpu.facts("tta").number, 0, (1.0,) * len(cpu.facts("tta").own), False, False)
+    monkeypatch.setattr(cpu._cpu, "sizes", lambda *_: (-1, *told[1:]))
+    with pytest.raises(NotImplementedError, match="tta asks for what no driver does"):
+        cpu._sizes.__wrapped__("tta", 0, (1.0,), False, False)
+
+
 def test_no_driver_names_a_loss():
     """Drivers and launchers know facts and views of a loss; its numbers have names, which its formula alone knows."""
     losses = "|".join(listed_kernels())

@@ -41,8 +41,10 @@ cp build/contract/_cpu*.so build/contract/_build.py pylosses/
 
 test() { .venv/bin/python -m pytest -q -n "${JOBS:-2}" "$@"; }
 test tests/test_registry.py
-test -k newcomer tests --ignore=tests/interpreted
+grids="backends_agree edges properties ahead plain arguments torch_integration regions selection peers_defects under_load memory parallel"
+test -k newcomer $(printf 'tests/test_%s.py ' ${grids})
 [ "${1-}" != cpu ] || exit 0
-TRITON_INTERPRET=1 PYTHONPATH=tests/gpu test -p faster -k "newcomer and triton and not float16" tests/test_backends_agree.py tests/test_edges.py
+TRITON_INTERPRET=1 PYTHONPATH=tests/gpu test -p faster -k "newcomer and triton and not float16" tests/test_backends_agree.py \
+    tests/test_edges.py
 PYL_LOSSES=newcomer sh tools/sanitize.sh
 say "the newcomers of all families are safe"

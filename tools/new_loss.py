@@ -136,7 +136,7 @@ return RowLoss(value + torch.where(bad[:, None], x, 0).sum(dim=1) * torch.where(
     return {weighted(r.w, r.kept_sum) / k.classes, r.w / k.classes};
   }
 """,
-    triton='''\
+    triton="""\
 import triton
 import triton.language as tl
 
@@ -157,7 +157,7 @@ def arguments(margin: float) -> Arguments:
 
 
 FORMULA = Formula("margin", row, 3, arguments)
-''',
+""",
     example="0.0000",
 )
 
@@ -210,18 +210,19 @@ SELECT = Family(
     own="scale",
     least="above=0.0",
     meaning="factor of the loss, above 0.",
-    maths="L = -scale max_j p_j",
-    convention=MASK_CONVENTION + "- among equal logits the lowest class is the largest; ``-inf`` logits are masked classes.\n",
+    maths="L = scale p_j of the second largest class j",
+    convention=MASK_CONVENTION
+    + "- the lowest class is the larger of equal ones; one class, or one that is not ``-inf``, gives 0.\n",
     imports="from ..reduce import RowLoss\nfrom .sparse_cl import ranking",
     reference="""\
 p = torch.softmax(rows.x, dim=1)
-return RowLoss(-scale * p.gather(1, ranking(rows.x)[:, :1])[:, 0])
+return RowLoss(scale * p.gather(1, ranking(rows.x)[:, 1:2]).sum(dim=1) + 0 * p.sum(dim=1))  # NaN shows
 """,
     header="""\
   template <class T>
   static Selection selection(const Own<T>&, T) {
     Selection s;
-    s.first = s.last = 0;  // the first rank alone; its share is its probability
+    s.first = s.last = 1;  // the rank behind the largest alone; its share is its probability
     return s;
   }
   template <class T, class V>
@@ -231,7 +232,7 @@ return RowLoss(-scale * p.gather(1, ranking(rows.x)[:, :1])[:, 0])
   template <class T, class V>
   static PYL_INLINE SelectResult<V> row(const Own<T>& own, const Batch<T>&, const SelectRow<V>& r) {
     V zero = splat<V>(0), scale = splat<V>(own.scale);
-    return {-scale * r.total, splat<V>(1), zero, -scale, scale * r.own, zero};
+    return {scale * r.total, splat<V>(1), zero, scale, -scale * r.own, zero};
   }
 """,
     triton='''\
@@ -245,23 +246,23 @@ from ..select import SelectResult
 @triton.jit
 def row(k, r, OPTIONS: tl.constexpr):
     """k = (scale,)."""
-    top = 1.0 / (1.0 + r.rest)
-    return SelectResult(-(k[0] * top), tl.full(top.shape, 1.0, top.dtype), top)
+    p = tl.sum(tl.where((r.rank == 1) & (r.value > -float("inf")), r.p, 0.0), 1)
+    return SelectResult(k[0] * p, tl.full(p.shape, 1.0, p.dtype), p)
 
 
 @triton.jit
 def entry(k, p, own, rest, inside, first, OPTIONS: tl.constexpr):
-    """own is p of the first rank."""
-    return k[0] * (p * own - tl.where(first, own, 0.0))
+    """own is p of the rank inside."""
+    return k[0] * (tl.where(inside, p, 0.0) - p * own)
 
 
 def arguments(scale: float) -> Arguments:
-    return Arguments((scale, 0.0), (), {"BEFORE": 0, "COUNT": 1, "KEEP": 2, "READ": True})
+    return Arguments((scale, 0.0), (), {"BEFORE": 0, "COUNT": 2, "KEEP": 2, "READ": True})
 
 
 FORMULA = Formula("select", row, 6, arguments, entry)
 ''',
-    example="-0.7870",
+    example="0.1065",
 )
 
 REGION = Family(
@@ -301,7 +302,7 @@ return total.to(rows.x.dtype)
     return {(c.missed + c.stray) / size, push, push + 1 / size};
   }
 """,
-    triton='''\
+    triton="""\
 import triton
 import triton.language as tl
 
@@ -324,7 +325,7 @@ def arguments(smooth: float) -> Arguments:
 
 
 FORMULA = Formula("region", None, 2, arguments, classes)
-''',
+""",
     example="0.0885",
     result="Tensor",
 )
@@ -519,7 +520,7 @@ def files(name: str, family: str) -> dict[str, str]:
         values["body"] = REGION_BODY + str(values["body"])
         values["imports"] = own.imports
         values["own_type"] = ": dict[str, Any]"
-        values["more_own"] = "    own |= {\"sample_weight\": sample_weight, \"reduction\": reduction}\n"
+        values["more_own"] = '    own |= {"sample_weight": sample_weight, "reduction": reduction}\n'
         values["more_reference"] = ", sample_weight: Tensor | None, reduction: str"
         values["more_pack"] = ", **_: object"
     else:

@@ -193,10 +193,10 @@ struct Selection {
   bool batch = false;    // phi is the mean over the rows that count
   bool mass = false;     // shares are the probabilities themselves
   bool filters = false;  // may a row be dropped for its phi?
-  bool tilts = false;    // is phi in the loss? Then `first` is 0, nothing pulls the top, and no row is dropped
+  bool tilts = false;  // is phi in the loss? Then `first` is 0, nothing pulls the top, and no row is dropped; else it is not 0
   bool pulls_top = false;
   double phi_scale = 1;  // phi per unit of entropy, or of 1 - sum p^2
-  bool possible() const { return !tilts || (first == 0 && !pulls_top && !filters); }
+  bool possible() const { return tilts ? first == 0 && !pulls_top && !filters : first > 0; }
   int size() const { return last < 0 ? 1 : last + 1; }
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -203,6 +204,11 @@ def arguments_of(spec: LossSpec, sample: int, classes: int, dtype: torch.dtype) 
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     arguments = {k: v.to(statistics) if isinstance(v, Tensor) else v for k, v in spec.sample(sample, classes).items()}
     return fitted(spec, arguments, classes)
+
+
+def takes(spec: LossSpec, argument: str) -> bool:
+    """Whether the public function of the loss has an argument of this name."""
+    return argument in inspect.signature(getattr(pylosses, spec.function)).parameters
 
 
 def fitted(spec: LossSpec, arguments: dict[str, Any], classes: int) -> dict[str, Any]:

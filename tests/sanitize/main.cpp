@@ -469,7 +469,9 @@ void check(const Case& c, const Short& mistake = {}) {
 std::vector<Case> every_case(const std::vector<Lengths>& shapes, int every, std::vector<int> threads) {
   std::vector<Case> cases;
   uint64_t seed = 0;
+  const char* only = std::getenv("PYL_LOSSES");  // those whose name has this in it
   for (const Kernel& kernel : all_kernels()) {
+    if (only && kernel.name.find(only) == std::string::npos) continue;
     auto own = own_numbers().find(kernel.name);
     size_t count = static_cast<size_t>(kernel.facts->own);
     std::vector<Numbers> any{Numbers(count, 1), Numbers(count, 0.5)};
