@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import check, losses
 from .check import ACCUMULATE
-from .linear_fused import WORKSPACE, product
+from .linear_fused import WORKSPACE, fits, made, product
 from .losses.cross_entropy import cross_entropy
 from .losses.hem import hem_loss
 from .module import LossModule, arguments_of
@@ -41,12 +41,19 @@ def reference(
     tensors = _check(input, linear_weight, target, linear_bias, arguments.get("sample_weight"))
     input, linear_weight, target, linear_bias, arguments["sample_weight"] = tensors
     ignored = check.label("ignore_index", arguments.get("ignore_index", -100))
+    workspace = check.integer("workspace", workspace, least=0)
     if shift:
         target, arguments["sample_weight"] = _shifted(target, arguments["sample_weight"], ignored)
-    if not is_eager() and not target.is_floating_point() and target.shape == input.shape[:-1]:
-        # Traced, the logits are made at once: a NaN of ignored rows must not reach the gradient of the weight.
+    eager = is_eager()
+    masked = not target.is_floating_point() and target.shape == input.shape[:-1] and not (eager and _all_count(target, ignored))
+    sparing = masked or loss.__name__ in _SPARING
+    stored = eager and backend in (None, "cpu") and fits(input, linear_weight, linear_bias, workspace, sparing)
+    if masked and (stored or not eager):  # a NaN of ignored rows must not reach the gradient of the weight
         input = input.masked_fill((target.long() == ignored).unsqueeze(-1), 0)
-    logits = product(input, linear_weight, linear_bias, check.integer("workspace", workspace, least=0))
+    if stored:
+        logits = made(input, linear_weight, linear_bias)
+    else:
+        logits = product(input, linear_weight, linear_bias, workspace)
     if input.dim() > 2 and target.is_floating_point():  # the row losses have the classes second
         target = target.movedim(-1, 1)
     return loss(logits, target, backend=backend, **arguments)
@@ -64,12 +71,10 @@ def _check(
             raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
         if eager:
             tensors[name] = plain(name, value)
-        if value.device != input.device:
+        if value is not input and value.device != input.device:
             raise ValueError(f"{name} must be on {input.device} like input, got {value.device}")
-    for name in ("input", "linear_weight", "linear_bias"):
-        given = tensors.get(name)
-        if given is not None and given.dtype not in ACCUMULATE:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {given.dtype}")
+        if value.dtype not in ACCUMULATE and name in ("input", "linear_weight", "linear_bias"):
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {value.dtype}")
     if input.dim() == 0:
         raise ValueError("input must have shape (D), (N, D) or (..., D), got a 0-d tensor")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1] or linear_weight.shape[0] == 0:
@@ -94,6 +99,12 @@ def _check(
                 f"{tuple(linear_weight.shape)}, got {tuple(given.shape)}"
             )
     return tuple(map(tensors.get, ("input", "linear_weight", "target", "linear_bias", "sample_weight")))
+
+
+def _all_count(target: Tensor, ignored: int) -> bool:
+    """Whether no label is `ignored`, at a glance."""
+    least, most = target.aminmax() if target.numel() else (0, 0)
+    return ignored < int(least) or ignored > int(most)
 
 
 def _shifted(target: Tensor, sample_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
@@ -355,3 +366,6 @@ register(
         paper="of the named loss",
     )
 )
+
+#: functions of losses that many rows have none of: their kernel, in blocks, leaves out the others' products
+_SPARING = {spec.function for spec in LOSSES.values() if spec.kernel == "hem"}

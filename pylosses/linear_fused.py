@@ -26,7 +26,7 @@ from . import cpu, linear_triton
 from .autograd import Call, twice
 from .check import bad_label
 from .parallel_group import ShardedHead
-from .plain import is_batch, is_eager, is_plain
+from .plain import TYPES, is_batch, is_eager, is_plain
 
 #: Default bytes of a block. The products take some 15 MiB of their own.
 WORKSPACE = 48 * 2**20
@@ -37,6 +37,7 @@ _ROWS = 512
 _FEWEST_ROWS = 16
 _MANY_CLASSES = 1024
 _SMALL = 2**20  # numbers: blocks of few classes have more rows, up to this size
+_SMALL_PRODUCT = 2**24  # multiplications: in smaller products, finding the rows that cannot matter takes longer than their part
 _PART = 2**22  # bytes of a head in half precision that are converted at a time
 
 
@@ -54,7 +55,7 @@ class Product(Tensor):
     def made(self, ignored: Tensor | None) -> Tensor:
         """The logits. A NaN in the features of ignored rows must not reach the gradient of the weight."""
         h = self.h if ignored is None else self.h.masked_fill(ignored.unsqueeze(-1), 0)
-        return _made(h, self.w, self.b, self.given)
+        return made(h, self.w, self.b, self.given)
 
     def stays_unmade(self, backend: str, soft: bool) -> bool:
         """Whether `backend` has the loss of logits that are not there; `soft`: with class probabilities as targets."""
@@ -69,11 +70,29 @@ def product(
     if isinstance(w, ShardedHead):
         return w.logits(h)
     if not (is_eager() and all(is_plain(t) for t in (h, w, b) if t is not None)):
-        return _made(h, w, b, given)
+        return made(h, w, b, given)
     x = torch.empty((), dtype=_dtype(h, w), device=h.device).expand(*h.shape[:-1], len(w))
     x = (x.movedim(-1, 1) if x.dim() > 2 else x).as_subclass(Product)
     x.h, x.w, x.b, x.workspace, x.given = h, w, b, workspace, given
     return x
+
+
+_BIASES = (*TYPES, type(None))
+
+
+def fits(h: Tensor, w: Tensor, b: Tensor | None, workspace: int, sparing: bool) -> bool:
+    """Whether the logits are best stored: they, their gradient and what is converted for them take at most `workspace`.
+
+    `sparing`: there may be rows that blocks leave out, which is worth it in a large product.
+    """
+    if not h.is_cpu or torch.is_autocast_enabled("cpu") or type(h) not in TYPES or type(w) not in TYPES or type(b) not in _BIASES:
+        return False
+    rows, size = h.shape[:-1].numel(), w.numel()
+    if sparing and rows * size > _SMALL_PRODUCT:
+        return False
+    dtype = _dtype(h, w)
+    converted = (0 if h.dtype == dtype else h.numel()) + (0 if w.dtype == dtype else size)
+    return dtype.itemsize * 2 * (rows * w.shape[0] + converted) <= workspace
 
 
 def _dtype(h: Tensor, w: Tensor) -> torch.dtype:
@@ -81,10 +100,14 @@ def _dtype(h: Tensor, w: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (h.dtype, w.dtype) else torch.float32
 
 
-def _made(h: Tensor, w: Tensor, b: Tensor | None, given: tuple[Tensor, Tensor] | None) -> Tensor:
+def made(h: Tensor, w: Tensor, b: Tensor | None, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The logits as `product` shapes them, by operations of torch."""
     dtype = _dtype(h, w)
-    with torch.autocast(h.device.type, enabled=False):
-        x = torch.nn.functional.linear(h.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+    if h.dtype == w.dtype == dtype and b is None and not torch.is_autocast_enabled(h.device.type):  # the quick way for short calls
+        x = torch.nn.functional.linear(h, w)
+    else:
+        with torch.autocast(h.device.type, enabled=False):
+            x = torch.nn.functional.linear(h.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
     if given is not None:
         x = x.scatter(1, given[0], given[1].to(dtype))
     return x.movedim(-1, 1) if x.dim() > 2 else x
@@ -168,7 +191,7 @@ def stored_gradients(call: Call, factors: Factors, wanted: _Wanted, grad: Tensor
     leaves: list[Any] = [t if t is None else t.detach().requires_grad_(want) for t, want in zip(factors, wanted, strict=True)]
     h, w, b, classes, values = leaves
     with torch.enable_grad():
-        loss = traced(call, _made(h, w, b, None if classes is None else (classes, values)))
+        loss = traced(call, made(h, w, b, None if classes is None else (classes, values)))
     found = iter(torch.autograd.grad(loss, [t for t in leaves if t is not None and t.requires_grad], grad))
     gradients = [next(found) if want else None for want in wanted]
     if again:

@@ -7,6 +7,9 @@ with unit vectors a (anchor), p (positive) and n (negative): the negatives of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from .. import check
 from ..linear_fused import product
 from ..module import LossModule, arguments_of
 from ..spec import LossSpec, register
+from . import _stored
 from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
 from .cross_entropy import SPEC as CROSS_ENTROPY
 from .cross_entropy import cross_entropy
@@ -45,9 +49,15 @@ def fused(
     negative_valid: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    """The reduced loss, by that of a linear layer whose weight is the anchors; a row's own two pairs are given to it."""
+    """The reduced loss: of stored similarities, or by that of a linear layer whose weight is the anchors.
+
+    A row's own two pairs are given to the layer.
+    """
     if negative_valid is not None:
         negative = torch.where(negative_valid[:, None], negative, 0)
+    if reduction != "none" and _stored.fits(anchor, matrices=2):
+        compute = partial(_of_stored, _stored.units(anchor, positive, negative), temperature, negative_valid, reduction)
+        return _stored.ahead(compute, anchor, positive, negative, temperature)
     anchor, positive, negative = unit(anchor), unit(positive), unit(negative)
     hard = (anchor * negative).sum(dim=1) / temperature
     if negative_valid is not None:
@@ -59,6 +69,39 @@ def fused(
         anchor / temperature, weight, None, given=(torch.stack([own, torch.full_like(own, len(own))], dim=1), values)
     )
     return cross_entropy(rows, own, reduction=reduction, backend="cpu")
+
+
+def _of_stored(
+    vectors: _stored.Units,  # of anchors, positives and negatives
+    temperature: float | Tensor,
+    negative_valid: Tensor | None,
+    reduction: str,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The loss of stored similarities and the gradients that are wanted: of the vectors and the temperature."""
+    a, p, n = vectors.batches(vectors.unit)
+    rows = len(a)
+    similarity = a.new_empty(rows, rows + 1)
+    others = similarity[:, :rows]  # and, as the last class, the row's own negative
+    torch.mm(a / temperature, a.T, out=others)
+    others.diagonal().copy_((a * p).sum(dim=1) / temperature)
+    similarity[:, rows] = (a * n).sum(dim=1) / temperature
+    if negative_valid is not None:
+        similarity[:, rows].masked_fill_(~negative_valid, -torch.inf)
+    loss, grad = _stored.row_loss(_stored.own_class(rows, rows if reduction == "mean" else 1), similarity, any(wanted))
+    if grad is None:
+        return loss, (None, None, None, None)
+    of_others, of_near, of_hard = grad[:, :rows], grad.diagonal()[:, None].clone(), grad[:, rows:]
+    of_units = torch.empty_like(vectors.unit)
+    of_a, of_p, of_n = vectors.batches(of_units)
+    if wanted[0] or wanted[3]:
+        of_others.diagonal().zero_()
+        # An anchor has its own row and, as a negative, is in all others: one product for both.
+        torch.mm(torch.add(of_others, of_others.T, out=others), a, out=of_a)
+        of_a.addcmul_(of_near, p).addcmul_(of_hard, n)
+    torch.mul(of_near, a, out=of_p)
+    torch.mul(of_hard, a, out=of_n)
+    return loss, vectors.gradients(of_units, temperature, wanted)
 
 
 def feature_contrastive_loss(
@@ -86,11 +129,11 @@ def feature_contrastive_loss(
         temperature: :math:`T`, above 0: a number, or a 0-d tensor that may require a gradient.
         negative_valid: which negatives count; the paper drops one whose largest utility is below 1e-12.
         reduction: "sum" (the paper's), "mean" or "none".
-        backend: "cpu" makes the similarities block by block, "reference" stores them; None picks.
+        backend: "cpu" is the kernels, "reference" plain PyTorch; None picks.
 
     **Convention**
 
-    - the (B, B) similarity matrix is **never stored** on the CPU, see `info_nce_loss`.
+    - on the CPU the (B, B) similarity matrix is stored where it is small and **never stored** else, see `info_nce_loss`.
     - `mean` divides by B, with or without dropped negatives. A single row with a dropped negative gives 0, as do no rows.
     - a dropped negative is never read. A zero vector has similarity 0 and gradient 0.
     - half precision is computed in float32, also under autocast; the loss is float32, or float64 if an input is.

@@ -5,6 +5,9 @@ U = norm(a) norm(b)^T / temperature          L_i = (CE(U_i, i) + CE(U^T_i, i)) /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from .. import check
 from ..linear_fused import product
 from ..module import LossModule, arguments_of
 from ..spec import LossSpec, register
+from . import _stored
 from ._own import REDUCTIONS, full_precision, fused_or_reference, reduced, temperature_of, unit, vectors
 from .cross_entropy import SPEC as CROSS_ENTROPY
 from .cross_entropy import cross_entropy
@@ -37,7 +41,10 @@ def _smoothed_nll(logits: Tensor, label_smoothing: float) -> Tensor:
 def fused(
     a: Tensor, b: Tensor, *, temperature: float | Tensor, symmetric: bool, label_smoothing: float, reduction: str
 ) -> Tensor:
-    """The reduced loss, by two losses of a linear layer whose weight is the other batch."""
+    """The reduced loss: of stored similarities, or by two losses of a linear layer whose weight is the other batch."""
+    if reduction != "none" and _stored.fits(a, matrices=3):
+        compute = partial(_both_ways, _stored.units(a, b), temperature, symmetric, label_smoothing, reduction)
+        return _stored.ahead(compute, a, b, temperature)
     a, b = unit(a), unit(b)
 
     def one_way(h: Tensor, w: Tensor) -> Tensor:
@@ -45,6 +52,36 @@ def fused(
         return cross_entropy(rows, own, label_smoothing=label_smoothing, reduction=reduction, backend="cpu")
 
     return (one_way(a, b) + one_way(b, a)) / 2 if symmetric else one_way(a, b)
+
+
+def _both_ways(
+    vectors: _stored.Units,  # of a and b
+    temperature: float | Tensor,
+    symmetric: bool,
+    label_smoothing: float,
+    reduction: str,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The loss of stored similarities and the gradients that are wanted: of a, b and the temperature."""
+    a, b = vectors.batches(vectors.unit)
+    divisor = (len(a) if reduction == "mean" else 1) * (2 if symmetric else 1)
+    call = _stored.own_class(len(a), divisor, label_smoothing)
+    similarity = (a / temperature) @ b.T
+    loss, grad = _stored.row_loss(call, similarity, any(wanted))
+    if symmetric:
+        other, across = _stored.row_loss(call, similarity.T, any(wanted))
+        loss += other
+        if grad is not None and across is not None:
+            grad += across.T
+    if grad is None:
+        return loss, (None, None, None)
+    of_units = torch.empty_like(vectors.unit)
+    of_a, of_b = vectors.batches(of_units)
+    if wanted[0] or wanted[2]:
+        torch.mm(grad, b, out=of_a)
+    if wanted[1] or wanted[2]:
+        torch.mm(grad.T, a, out=of_b)
+    return loss, vectors.gradients(of_units, temperature, wanted)
 
 
 def info_nce_loss(
@@ -69,13 +106,14 @@ def info_nce_loss(
         symmetric: average both directions; False looks up a in b alone.
         label_smoothing: mass spread uniformly over all N candidates.
         reduction: "mean", "sum" or "none" over the N pairs.
-        backend: "cpu" makes the similarities block by block, "reference" stores them; None picks.
+        backend: "cpu" is the kernels, "reference" plain PyTorch; None picks.
 
     **Convention**
 
-    - the (N, N) similarity matrix is **never stored** on the CPU: a block of rows at a time, its similarities become its loss
-      and at once its share of the gradients, as in `linear_cross_entropy`. It is under torch.compile and torch.func, and on
-      other devices.
+    - the (N, N) similarity matrix is stored on the CPU where it and its gradients take at most 48 MiB, 2048 pairs in float32.
+      Of more pairs, and with ``reduction="none"``, it is **never stored**: a block of rows at a time, its similarities become
+      its loss and at once its share of the gradients, as in `linear_cross_entropy`. It is under torch.compile and torch.func,
+      and on other devices.
     - a zero vector has similarity 0 to all others and gradient 0. No pairs give 0.
     - half precision is computed in float32, also under autocast; the loss is float32, or float64 if an input is.
 
