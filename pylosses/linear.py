@@ -3,7 +3,8 @@
     x = h W^T + b          L = loss(x, y)
 
 On the CPU the logits are made, used and forgotten a block of rows at a time (linear_fused.py), by Triton a tile at a time, in
-registers (linear_triton.py). The reference, torch.compile and torch.func store them all.
+registers (linear_triton.py). Logits that fit the workspace with their gradient are stored there, because blocks would only cost
+time: torch's product and the row loss, as a user would write it. The reference, torch.compile and torch.func store them all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def reference(
     if shift:
         target, arguments["sample_weight"] = _shifted(target, arguments["sample_weight"], ignored)
     eager = is_eager()
-    masked = not target.is_floating_point() and target.shape == input.shape[:-1] and not (eager and _all_count(target, ignored))
+    labels = not target.is_floating_point() and target.shape == input.shape[:-1]
+    masked = labels and not (eager and _all_count(target, ignored))
     sparing = masked or loss.__name__ in _SPARING
     stored = eager and backend in (None, "cpu") and fits(input, linear_weight, linear_bias, workspace, sparing)
     if masked and (stored or not eager):  # a NaN of ignored rows must not reach the gradient of the weight
@@ -148,8 +150,9 @@ def linear_cross_entropy(
 
     .. math:: L = \mathrm{CE}(h W^\top + b,\ y)
 
-    The logits are **never stored** on the CPU: a block of rows at a time, its logits become its loss and at once its share of
-    the gradients. Besides those, working memory is `workspace`, however many rows there are.
+    The logits are **never stored** on the CPU, but where they and their gradient fit in `workspace`: a block of rows at a time,
+    its logits become its loss and at once its share of the gradients. Besides those, working memory is `workspace`, however
+    many rows there are.
 
     Args:
         input: features :math:`h`.
@@ -165,17 +168,19 @@ def linear_cross_entropy(
         sample_weight, temperature, softcap, z_loss, bias, normalizer, check_labels: as in `cross_entropy`.
         shift: the features at a position predict the label at the next one, as in a causal language model: `input` (..., T, D)
             and `target` (..., T) as they come from the model. Nothing is copied but the labels.
-        workspace: bytes of memory for a block of rows on the CPU. A block has at least 16 rows, whatever they take: with very
-            many classes that may be more than `workspace`.
-        backend: "cpu" makes the logits block by block, "triton" tile by tile, "reference" stores them; None picks.
+        workspace: bytes of memory for logits on the CPU: all of them where they fit with their gradient, which backward then
+            frees, else a block of rows. A block has at least 16 rows, whatever they take: with very many classes that may be
+            more than `workspace`. 0 never stores the logits.
+        backend: "cpu" makes the logits at once or block by block, "triton" tile by tile, "reference" stores them; None picks.
 
     **Convention**
 
     - the value and everything unsaid is `cross_entropy` of ``torch.nn.functional.linear(input, linear_weight, linear_bias)``.
     - logits are float32 for half precision too, also under autocast, or float64 if `input` or `linear_weight` is; so is the
       loss. Their dtypes may differ; each gradient has the dtype of its tensor.
-    - gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the logits.
-      With ``reduction="none"``, and for a second backward, the logits are made again.
+    - of blocks, gradients are computed in forward, those that are needed alone, and summed over the rows in the dtype of the
+      logits. With ``reduction="none"``, and for a second backward, the logits are made again. Under autocast there are blocks;
+      a backward alone under autocast rounds the products of stored logits as it does any layer's.
     - the features of ignored rows count nowhere, be they NaN. torch.compile, torch.func, and Triton with class
       probabilities as targets, store the logits; so does the CUDA backend, which None passes over where Triton does not.
     - Triton makes the logits in forward and twice in backward; float32 products are exact unless

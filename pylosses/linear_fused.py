@@ -85,7 +85,13 @@ def fits(h: Tensor, w: Tensor, b: Tensor | None, workspace: int, sparing: bool) 
 
     `sparing`: there may be rows that blocks leave out, which is worth it in a large product.
     """
-    if not h.is_cpu or torch.is_autocast_enabled("cpu") or type(h) not in TYPES or type(w) not in TYPES or type(b) not in _BIASES:
+    if (
+        not h.is_cpu
+        or torch.is_autocast_enabled("cpu")
+        or type(h) not in TYPES
+        or type(w) not in TYPES
+        or type(b) not in _BIASES
+    ):
         return False
     rows, size = h.shape[:-1].numel(), w.numel()
     if sparing and rows * size > _SMALL_PRODUCT:
@@ -103,7 +109,9 @@ def _dtype(h: Tensor, w: Tensor) -> torch.dtype:
 def made(h: Tensor, w: Tensor, b: Tensor | None, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """The logits as `product` shapes them, by operations of torch."""
     dtype = _dtype(h, w)
-    if h.dtype == w.dtype == dtype and b is None and not torch.is_autocast_enabled(h.device.type):  # the quick way for short calls
+    if (
+        h.dtype == w.dtype == dtype and b is None and not torch.is_autocast_enabled(h.device.type)
+    ):  # the quick way for short calls
         x = torch.nn.functional.linear(h, w)
     else:
         with torch.autocast(h.device.type, enabled=False):
