@@ -1,7 +1,7 @@
 """Contrastive losses whose similarities fit the workspace: each is computed once, and the gradients are ready in forward.
 
-Vectors become unit vectors, one product makes their similarities, the kernel of cross-entropy turns these into loss and gradient,
-and further products bring it back to the vectors. Backward multiplies by the upstream gradient.
+Vectors become unit vectors, one product makes their similarities, the kernel of cross-entropy turns these into loss and
+gradient, and further products bring it back to the vectors. Backward multiplies by the upstream gradient.
 """
 
 from __future__ import annotations
