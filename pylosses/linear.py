@@ -372,5 +372,5 @@ register(
     )
 )
 
-#: functions of losses that many rows have none of: their kernel, in blocks, leaves out the others' products
-_SPARING = {spec.function for spec in LOSSES.values() if spec.kernel == "hem"}
+#: functions of losses that confident rows have none of: blocks leave out their products
+_SPARING = {spec.function for spec in LOSSES.values() if spec.family == "margin"}

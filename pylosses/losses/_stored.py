@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import cpu, linear_fused
 from ..autograd import Call, twice
 from ..plain import is_batch
+from ..pool import DEVICE
 
 _Gradients = tuple[Tensor | None, ...]
 #: which inputs need a gradient -> the loss, and their gradients for an upstream gradient of 1
@@ -68,7 +69,8 @@ def fits(x: Tensor, matrices: int) -> bool:
 def own_class(rows: int, divisor: float, label_smoothing: float = 0.0) -> Call:
     """Cross-entropy of the rows of similarities, row i with class i."""
     scalars = (label_smoothing, 1.0, 0.0, 0.0)
-    return Call("cpu", "cross_entropy", torch.arange(rows), None, None, None, None, None, scalars, -100, "mean", divisor)
+    own = torch.arange(rows, device=DEVICE)
+    return Call("cpu", "cross_entropy", own, None, None, None, None, None, scalars, -100, "mean", divisor)
 
 
 def row_loss(call: Call, x: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
