@@ -4,6 +4,7 @@ import gzip
 import importlib
 import importlib.util
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -68,8 +69,10 @@ def test_every_study_is_tested_quickly_and_has_a_page():
     found = {p.stem for p in (ROOT / "studies").glob("*.py") if "STUDY = Study(" in p.read_text()}
     assert found == set(QUICK)
     for name in found:
-        page = (ROOT / "docs" / "studies" / f"{name}.md").read_text()
-        assert f"results/{name}.md" in page and f"python -m studies.{name}" in page
+        page = ROOT / "docs" / "studies" / f"{name}.md"
+        assert f"results/{name}.png" in page.read_text() and f"python -m studies.{name}" in page.read_text()
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_the_command_line():
