@@ -152,7 +152,8 @@ def report(results: Results) -> str:
     return text + (
         f"\nA Llama of {s['layers']} layers and width {s['hidden']}, sequences of {s['length']} words, batch {s['batch']}, "
         f"{s['words']} words, AdamW at {s['rate']:g}, float32. Memory is that of the process beyond the model's own, for a "
-        f"vocabulary of {s['memory_words']} words, forward and backward; batches are doubled. Speed is of processor time: the "
+        f"vocabulary of {s['memory_words']} words, forward and backward; batches are doubled. What a process "
+        "needed to load the model hides the first of it, alike for both. Speed is of processor time: the "
         "machine was shared.\n"
     )
 
