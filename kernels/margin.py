@@ -166,14 +166,13 @@ def forward(
         raw = raw_errors(p_x, x_at, o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
     if THRESHOLD:
         total = tl.zeros((ROWS,), tl.float64)
-        each_largest = tl.zeros((ROWS, BLOCK), ACC)  # over the blocks: lanes meet once
+        largest = zero
         for start in range(0, BLOCK if WHOLE else C, BLOCK):
             if not WHOLE:
                 raw = raw_errors(p_x, x_at, start + o_c, live, labels, x_label, p_shift, mu, C, OF_LABEL, ACC)
             e, _ = errors_of(raw, k, POWER)
             total += tl.sum(e, 1).to(tl.float64)
-            each_largest = tl.maximum(each_largest, e)
-        largest = tl.max(each_largest, 1)
+            largest = tl.maximum(largest, tl.max(e, 1))
         nan = nan | (total != total)
         t = threshold(total, largest, C)
         read = live & (largest > 0)

@@ -91,7 +91,7 @@ INSTRUCTIONS = {
     ("cross_entropy", torch.bfloat16): (13, 10.5),
     ("cross_entropy", torch.float32): (16.5, 13.5),
     ("entropy", torch.bfloat16): (22, 11),
-    ("hem", torch.bfloat16): (32, 12),
+    ("hem", torch.bfloat16): (33.5, 12),
 }
 if EVERYTHING:
     INSTRUCTIONS |= {
@@ -106,7 +106,7 @@ if EVERYTHING:
         ("adr", torch.bfloat16): (26.5, 24),
         ("cross_entropy_adr", torch.bfloat16): (36, 33),
         ("entropy", torch.float32): (23.5, 13),
-        ("hem", torch.float32): (32, 12.5),
+        ("hem", torch.float32): (33.5, 12.5),
         ("cross_entropy_adr", torch.float32): (42, 40),
     }
 
