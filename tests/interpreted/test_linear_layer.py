@@ -143,16 +143,17 @@ def test_the_default_of_a_cuda_device_never_makes_all_logits(name, monkeypatch):
     made, original = [], linear_fused.Product.made
     monkeypatch.setattr(linear_fused.Product, "made", lambda *given: made.append(1) or original(*given))
     h, w, b, y = inputs(40, torch.float64, 9)
+    unfit = {"workspace": 0}  # small logits of a CPU tensor would be stored
     with emulator.switched() as cuda:
         for reduction in REDUCTIONS:
             given = leaves(h, w, b)
-            loss = pylosses.linear_loss(*given[:2], y, loss=name, linear_bias=given[2], reduction=reduction)
+            loss = pylosses.linear_loss(*given[:2], y, loss=name, linear_bias=given[2], reduction=reduction, **unfit)
             wanted = plain(LOSSES[name], *given, y, reduction=reduction)
             for got, truth in zip((loss, *gradients(loss, given)), (wanted, *gradients(wanted, given)), strict=True):
                 close(reduction, got, truth, rtol=1e-11)
         assert not made and not cuda.launches()
         if name == "cross_entropy":
-            pylosses.linear_cross_entropy(h, w, torch.rand(9, 40).double())
+            pylosses.linear_cross_entropy(h, w, torch.rand(9, 40).double(), **unfit)
             assert made and cuda.launches()
 
 
