@@ -232,7 +232,7 @@ return RowLoss(scale * p.gather(1, ranking(rows.x)[:, 1:2]).sum(dim=1) + 0 * p.s
   template <class T, class V>
   static PYL_INLINE SelectResult<V> row(const Own<T>& own, const Batch<T>&, const SelectRow<V>& r) {
     V zero = splat<V>(0), scale = splat<V>(own.scale);
-    return {scale * r.total, splat<V>(1), zero, scale, -scale * r.own, zero};
+    return {scale * r.total + 0 * r.p_top, splat<V>(1), zero, scale, -scale * r.own, zero};  // NaN shows
   }
 """,
     triton='''\
