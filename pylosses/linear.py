@@ -230,7 +230,8 @@ def linear_hem_loss(
 
     .. math:: L = \mathrm{HEM}(h W^\top + b,\ y)
 
-    The logits are **never stored** on the CPU, and rows without a loss cost no gradient: see `linear_cross_entropy`.
+    On the CPU logits beyond `workspace` are **never stored**, and rows without a loss cost no gradient: see
+    `linear_cross_entropy`.
 
     Args:
         input: features :math:`h`.
@@ -273,7 +274,7 @@ def linear_loss(
 
     .. math:: L = \mathrm{loss}(h W^\top + b,\ y)
 
-    The logits are **never stored** on the CPU: see `linear_cross_entropy`.
+    On the CPU logits beyond `workspace` are **never stored**: see `linear_cross_entropy`.
 
     Args:
         input: features :math:`h`.

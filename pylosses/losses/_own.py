@@ -15,19 +15,19 @@ from ..spec import LossSpec
 
 REDUCTIONS = ("none", "sum", "mean")
 
-_NO_PROBLEM = Problem(torch.empty(0), None, None, None, None, None, -100, "mean", None, False, 0, torch.Size(), torch.float32)
+NO_PROBLEM = Problem(torch.empty(0), None, None, None, None, None, -100, "mean", None, False, 0, torch.Size(), torch.float32)
 
 
 def fused_or_reference(spec: LossSpec, x: Tensor, backend: str | None) -> str:
     """The backend of a loss that runs on the linear driver: "cpu", or "reference" also where torch traces."""
     asked = "reference" if backend is None and not is_eager() else backend
-    chosen = choose(spec, _NO_PROBLEM._replace(x=x), asked, None)
+    chosen = choose(spec, NO_PROBLEM._replace(x=x), asked, None)
     return chosen if len(x) else "reference"
 
 
 def only_reference(spec: LossSpec, backend: str | None) -> None:
     """Refuse a backend that was asked for and has no kernel of this loss, with the reason of the table of losses."""
-    chosen = choose(spec, _NO_PROBLEM, backend, None)
+    chosen = choose(spec, NO_PROBLEM, backend, None)
     if chosen != "reference":
         raise BackendError(f"backend {chosen!r} cannot run {spec.function}: only the plain reference is wired in")
 

@@ -17,6 +17,8 @@ from .. import cpu, linear_fused
 from ..autograd import Call, twice
 from ..plain import is_batch
 from ..pool import DEVICE
+from ._own import NO_PROBLEM
+from .cross_entropy import pack
 
 _Gradients = tuple[Tensor | None, ...]
 #: which inputs need a gradient -> the loss, and their gradients for an upstream gradient of 1
@@ -68,8 +70,8 @@ def fits(x: Tensor, matrices: int) -> bool:
 
 def own_class(rows: int, divisor: float, label_smoothing: float = 0.0) -> Call:
     """Cross-entropy of the rows of similarities, row i with class i."""
-    scalars = (label_smoothing, 1.0, 0.0, 0.0)
     own = torch.arange(rows, device=DEVICE)
+    scalars = pack(NO_PROBLEM, label_smoothing=label_smoothing, temperature=1.0, softcap=None, z_loss=0.0, bias=None).scalars
     return Call("cpu", "cross_entropy", own, None, None, None, None, None, scalars, -100, "mean", divisor)
 
 
